@@ -24,7 +24,18 @@ from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, tokenize
 from odc_triton.jobs.data.sources import RecordFiles
 from odc_triton.jobs.data.tokenizer import TextEncoder
 from odc_triton.jobs.launcher.launch import launch
-from odc_triton.jobs.reports.report import TITLE, Curves, save_html, save_timeline, table
+from odc_triton.jobs.reports.report import (
+    TITLE,
+    Curves,
+    curves_part,
+    facts_part,
+    save_html,
+    save_timeline,
+    table,
+    table_part,
+    text_part,
+    timelines_part,
+)
 from odc_triton.jobs.reports.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.packs.collate import count_target_tokens, pack_collate
 
@@ -279,12 +290,15 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
     save_html(
         out / "report.html",
         title="On-demand communication and split sequences against FSDP2, on the CPU backend",
-        summary=in_words(report),
-        rows=rows_of(report),
-        columns=COLUMNS,
-        tracks=tracks,
-        curves=[Curves(title="Loss: equal curves mean equal updates", label="loss per token", values=report["losses"])],
-        facts={"How it was measured": facts},
+        parts=[
+            text_part(in_words(report)),
+            table_part(rows_of(report), COLUMNS),
+            timelines_part(tracks),
+            curves_part(
+                Curves(title="Equal curves mean equal updates", label="loss per token", values=report["losses"])
+            ),
+            facts_part("How it was measured", facts),
+        ],
     )
 
 

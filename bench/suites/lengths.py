@@ -144,10 +144,10 @@ def main(ranks: int, options: BenchOptions) -> int:
     mean = sum(work.lengths) / len(work.lengths)
     heading = (
         f"{ranks} ranks on {setting.device}, {setting.dtype}; sequences of {min(work.lengths)} to {max(work.lengths)} "
-        f"tokens, {mean:.0f} on average, {cut} of the file's cut; packs of at most {work.token_cap}"
+        f"tokens, {mean:.0f} on average, {cut or 'none'} of them cut at {work.token_cap}, the most in a pack"
     )
     rounds = f"{options.rounds} round{'s' * (options.rounds > 1)} of {len(kinds)} variants"
-    print(f"{heading}\n{rounds}, each {1 + options.minibatches} minibatches, the first to warm up", flush=True)
+    print(f"{heading}\n{rounds}, each of 1 minibatch to warm up and {options.minibatches} timed ones", flush=True)
     began_s = time.monotonic()
 
     def save(results: Sequence[Result]) -> str:

@@ -21,7 +21,7 @@ _KILLED = re.compile(r"SIGKILL|Signal 9\b")
 # Tolerances of first losses, before any step: same weights and samples, summed in another order and in 16 bits.
 ALIKE = {"fp32": 1e-3, "bf16": 2e-2}
 COLUMNS = (
-    *("", "tokens/s per rank", "MFU", "peak GB per rank", "idle", "speed over the fastest baseline's", "95% interval"),
+    *("", "tokens/s per rank", "MFU", "peak GB per rank", "idle", "speed, fastest baseline = 1", "95% interval"),
     "",
 )
 
@@ -145,11 +145,12 @@ def progress(results: Sequence[Result], rounds: int, turn: str, took_s: float) -
     """`turn` with its number and the time left; after the first round also whether the machine was not quiet."""
     done = sum(len(result.turns) + (result.failure is not None) for result in results)
     left = sum(rounds - len(result.turns) for result in results if result.failure is None)
-    text = f"  [{done} of {done + left}] {turn}"
+    round_ = max(len(result.turns) + (result.failure is not None) for result in results)
+    text = f"  [round {round_} of {rounds}, turn {done} of {done + left}] {turn}"
     if left:
         text += f"; about {timedelta(seconds=round(took_s / done * left))} left"
     if left and done == len(results) and disturbed(results)["left"]:
-        text += f"\nAfter the first round: {quiet_or_not(results)}"
+        text += f"\nAfter the first round: {quiet_or_not(results)} Until then take the ratios as rough ones."
     return text
 
 

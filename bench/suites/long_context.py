@@ -217,7 +217,7 @@ def sample() -> dict[str, object]:
         command = [sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--ranks", "2", "--steps", "3"]
         command += ["--data", f"{folder}/data.jsonl", "--init", f"{folder}/config.json", "--out", f"{folder}/run"]
         command += ["--tokenizer", f"{folder}/tokenizer.json", "--token-cap", "32768", "--truncate"]
-        command += ["--samples-per-rank", "1", "--split-sequences", "--gradient-checkpointing", "--offload-checkpoints"]
+        command += ["--samples-per-rank", "1", "--split-sequences", "--gradient-checkpointing", "--offload-activations"]
         start_s = time.monotonic()
         subprocess.run(command, check=True)
         steps = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]

@@ -33,7 +33,7 @@ from .adapted import base_of, read_config
 from .base_model import ADAPTER
 from .failures import all_or_none, listed
 from .parameters import PackedWeight, Take, sharded_parameters
-from .pretrained_adapter import Merge
+from .pretrained_adapter import Merge, quietly
 from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weights_folder
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     config = read_config(model)
     refuse_quantised(model, config.to_dict())
     auto = auto_class(config)
-    with reading(model):
+    with reading(model), quietly():
         return auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
 

@@ -34,7 +34,7 @@ class Merge:
             if needs := needs_transformers("5.7"):  # an older one does not say which values it did not find
                 raise ValueError(f"merging {needs}")
             kind = f"an adapter of type {untyped(PeftConfig.from_pretrained(str(source))).peft_type.value}"
-            with _quietly():
+            with quietly():
                 missing = model.load_adapter(str(source)).missing_keys
             lost = [name for name in missing if model.get_parameter(name).is_meta]
             known = {*made.state_dict(), *model.state_dict(), *dict(made.named_buffers())}
@@ -84,7 +84,7 @@ class Merge:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without transformers' progress bar, of every rank."""
     from transformers.utils import logging
 

@@ -225,5 +225,12 @@ def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
             rows.append([category, f"{mean:.3f}", f"{mean / wall_s:.1%}", f"{min(seconds):.3f} to {max(seconds):.3f}"])
     about = {"options": asdict(options), "ranks": of_ranks, "tokens_per_s": tokens / wall_s}
     write_file(Path(options.out) / "profile.json", (json.dumps(about, indent=1) + "\n").encode())
-    rate = f"{tokens} tokens in {wall_s:.2f} s, {tokens / wall_s:.0f} tokens/s, including the profiler's own time"
-    return f"{table(rows, ('', 'seconds, mean rank', 'share', 'all ranks'))}\n{rate}; written to {options.out}"
+    return (
+        f"{table(rows, ('time in', 'seconds, mean rank', 'share', 'fastest to slowest rank'))}\n"
+        f"gather: reading parameters of other ranks; accumulate: adding gradients to them; barriers: waiting for other "
+        f"ranks; idle: nothing recorded, as Python's own time\n"
+        f"{tokens:,} tokens in {wall_s:.2f} s, {tokens / wall_s:,.0f} tokens/s, slowed by the profiler\n"
+        f"In {options.out}: timeline.png and trace.json of all ranks, torch-0.json and so on of each (open traces in "
+        f"ui.perfetto.dev), profile.json\n"
+        f"Next: docs/slow.md says what to try for each"
+    )

@@ -25,6 +25,7 @@ class Options:
     balance: Literal["mini", "queue"] = option("mini", "dealing")
     share: Literal["auto", "off", "no", "null", "3"] | None = option(None, "words that YAML takes for values")
     weight: tuple[float, ...] = option((), "weights")
+    offload: bool = option(False, "offload", once="offload_old")
     alternatives: ClassVar[tuple[frozenset[str], ...]] = (frozenset(("token_cap", "balance")),)
 
 
@@ -58,6 +59,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ),
         ("share: null\nexact: off", {"share": "null", "exact": False}),
         ("share: 'off'", {"share": "off"}),
+        ("offload-old: true", {"offload": True}),
+        ("offload_old: true", {"offload": True}),
     ],
 )
 def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:

@@ -17,10 +17,15 @@ from odc_triton.base.events import ELSEWHERE
 from odc_triton.jobs.reports.report import (
     COLOURS,
     Curves,
+    curves_part,
+    facts_part,
     save_html,
     save_timeline,
     table,
+    table_part,
+    text_part,
     timeline_figure,
+    timelines_part,
 )
 from odc_triton.jobs.reports.trace import chrome_trace
 from tests.support.timelines import odc_like, span
@@ -78,21 +83,34 @@ def test_html_is_one_page_with_everything_escaped(tmp_path):
     save_html(
         path,
         title=HOSTILE,
-        summary=f"ODC won.\n\n{HOSTILE}",
-        rows=[(HOSTILE, 1.5)],
-        columns=(f"head {HOSTILE}", "ratio"),
-        tracks={HOSTILE: odc_like(1), "_b": odc_like(2)},
-        curves=[
-            Curves(title=HOSTILE, label=HOSTILE, values={HOSTILE: [3.0, 2.0], "_b": [3.0, float("nan")], "none": []})
+        parts=[
+            text_part(f"ODC won.\n\n{HOSTILE}"),
+            table_part([(HOSTILE, 1.5)], (f"head {HOSTILE}", "ratio"), heading=HOSTILE),
+            timelines_part({HOSTILE: odc_like(1), "_b": odc_like(2)}),
+            curves_part(Curves(title=HOSTILE, label=HOSTILE, values={HOSTILE: [3.0, 2.0], "_b": [3.0, float("nan")]})),
+            facts_part(f"facts {HOSTILE}", {f"fact {HOSTILE}": f"{HOSTILE}\nrun `{HOSTILE}`"}),
+            facts_part(f"more {HOSTILE}", {"fact": "value"}, folded=True),
+            *(table_part([], ("a",)), timelines_part({}), facts_part("none", {}), facts_part("none", {}, folded=True)),
         ],
-        facts={f"facts {HOSTILE}": {f"fact {HOSTILE}": HOSTILE}},
     )
     page = path.read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>\n<html lang=")
     tags = tags_of(page)
-    assert [tags[tag] for tag in ("p", "tr", "th", "td", "dt", "img", "script", "link")] == [2, 2, 2, 2, 1, 2, 0, 0]
-    # Title, heading, paragraph, head, cell, title of curves, facts, fact and its value; words of images: one and two.
-    assert page.count(html.escape(HOSTILE)) == 9 + 1 + 2
+    assert [tags[tag] for tag in ("p", "tr", "th", "td", "dt", "dd", "code", "img", "script")] == [
+        2,
+        2,
+        2,
+        2,
+        2,
+        3,
+        1,
+        2,
+        0,
+    ]
+    # Title, heading, paragraph, heading, head, cell, title of curves, facts, fact, its two lines, more facts; words of
+    # images: one and two.
+    assert page.count(html.escape(HOSTILE)) == 12 + 1 + 2
+    assert "none" not in page.replace("'none'", "")
     assert "5.00 s, 10.0% idle" in page
     assert not re.search(r"(?i)https?://|@import|url\(", page)
     sources = re.findall(r'src="data:image/png;base64,([^"]*)"', page)

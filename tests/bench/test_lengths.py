@@ -134,15 +134,15 @@ def test_each_gain_is_credited_to_its_cause() -> None:
     ("turns", "failed", "waited_s", "said"),
     [
         # Of 2 variants and 3 rounds: turns of each, and after 60 s the number of this one, the time left, the word.
-        ((1, 0), False, 0.9, "  [1 of 6] it; about 0:05:00 left"),
+        ((1, 0), False, 0.9, "  [round 1 of 3, turn 1 of 6] it; about 0:05:00 left"),
         (
             (1, 1),
             False,
             0.9,
-            "  [2 of 6] it; about 0:02:00 left\nAfter the first round: The machine was not quiet: in 2 ",
+            "  [round 1 of 3, turn 2 of 6] it; about 0:02:00 left\nAfter the first round: The machine was not quiet: ",
         ),
-        ((2, 1), True, 0.0, "  [4 of 5] it; about 0:00:15 left"),
-        ((3, 3), False, 0.9, "  [6 of 6] it"),
+        ((2, 1), True, 0.0, "  [round 2 of 3, turn 4 of 5] it; about 0:00:15 left"),
+        ((3, 3), False, 0.9, "  [round 3 of 3, turn 6 of 6] it"),
     ],
 )
 def test_progress(turns: tuple[int, int], failed: bool, waited_s: float, said: str) -> None:

@@ -52,9 +52,9 @@ def test_machines_without_a_problem() -> None:
     assert "8 GPUs (NVIDIA H100 80GB HBM3); topology nvswitch-18x25" in text
     assert "all 28 pairs: access and native atomics, 478 GB/s per direction" in text
     assert "torch 2.13.0+cu128, CUDA 12.8; driver 570.124.06 supports CUDA 12.8" in text
-    assert text.endswith("No problems, 0 notes.")
+    assert text.endswith("No problems, 0 notes: ranks can train here.")
     words = only(report_on(NO_GPU, CPU_BUILD), NOTE, "GPUs")
-    assert words.startswith("none: no NVIDIA driver is installed here. The CPU backend needs none -> ")
+    assert words.startswith("none: no NVIDIA driver is installed here. Ranks train on the CPU -> ")
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,8 @@ def test_the_command_writes_the_table_of_its_place(
     assert f"{changed} of 6 choices are clearly faster than the default" in said
     assert said.count("| chosen ") == changed
     assert said.count("| default, chosen ") == 6 - changed
-    assert f"while ODC_TUNED={tmp_path / 'tuned'} is set" in said
+    assert f"set ODC_TUNED={tmp_path / 'tuned'}. Runs here on 2 ranks with" in said
+    assert said.count(" 1.00x | default") == 6
     (factor,) = found.attention.values()
     assert f"CostModel.from_config(config, attention={factor:.2f})" in said
     assert "linear 64 x 32" in said

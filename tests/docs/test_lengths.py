@@ -23,4 +23,4 @@ def test_the_command_prints_the_cells_numbers(
     assert [(way["step"], way["idle"]) for way in found["ways"]] == [
         (of_name[way["name"]][3], of_name[way["name"]][5]) for way in found["ways"]
     ]
-    assert found["ways"][0]["name"] in printed.splitlines()[-1]
+    assert found["ways"][0]["name"] in printed.splitlines()[-2]

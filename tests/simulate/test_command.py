@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from odc_triton.tools.cli.command import main
 from odc_triton.tools.simulate.hardware import DEVICES
-from odc_triton.tools.simulate.models import Model
-from odc_triton.tools.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
+from odc_triton.tools.simulate.models import MODELS, Model
+from odc_triton.tools.simulate.study import (
+    SETTINGS,
+    Row,
+    advice,
+    make_job,
+    named_lengths,
+    rank_settings,
+    usual_links,
+    verdict,
+)
 from tests.support import slow
 
 Say = Callable[..., tuple[int, str, str]]
@@ -87,6 +97,11 @@ def test_the_ranking() -> None:
     assert base.speedup == 1.0
     assert all(row.speedup == pytest.approx(base.outcome.step_s / row.outcome.step_s) for row in rows)
     assert "ODC + LB-Mini is" in verdict(rows)
+    assert "`odc-triton train sft --balance mini --samples-per-rank 4`" in advice(rows)
+    slowed = [replace(row, outcome=replace(row.outcome, seconds=9 * row.outcome.seconds)) for row in rows[:4]]
+    late = sorted([*slowed, *rows[4:]], key=lambda row: row.outcome.step_s)
+    assert verdict(late).startswith("4 samples per GPU: FSDP2")
+    assert "stay with it" in advice(late)
 
 
 def test_what_does_not_fit_comes_last_and_is_no_baseline() -> None:
@@ -119,6 +134,8 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
         ),
         (("--token-cap", 1000), 1, "are longer than --token-cap 1000 (the longest: "),
         (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide by 2 nodes: give a multiple of 2"),
+        (("--model", "qwen2.5-7b", "--init", __file__), 2, "give either --model or --init"),
+        (("--init", "nowhere.json"), 2, "--init is nowhere.json: there is no such file"),
         (("--gpus", 0), 2, "gpus is 0; give at least 1"),
         (("--trials", 0), 2, "trials is 0"),
         (("--minibatch", "1,0"), 2, "minibatch has '0'"),
@@ -137,6 +154,34 @@ def test_what_is_refused(say: Say, arguments: tuple, status: int, message: str) 
     assert told == status
     assert message in err
     assert "Traceback" not in err
+
+
+def test_options_as_other_commands_spell_them_and_as_before(say: Say, tmp_path: Path) -> None:
+    """Checkpointing is a third of the work, which would show if one spelling had no effect."""
+    config = tmp_path / "some" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(MODELS["qwen2.5-0.5b"]))
+    given = ("--lengths", "chat", "--gpus", 2, "--minibatch", 8, "--trials", 1)
+    now, before, other = (
+        say(*given, *more)
+        for more in (
+            ("--init", config, "--no-gradient-checkpointing"),
+            ("--model", config, "--no-checkpointing"),
+            ("--model", config.parent),
+        )
+    )
+    assert now[0] == other[0] == 0
+    assert now == before != other
+    assert "--checkpointing" not in say("--help")[1]
+
+
+def test_a_model_that_training_refuses_is_not_simulated(say: Say, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config.write_text(json.dumps({"model_type": "bert", "vocab_size": 30} | sizes))
+    status, out, err = say("--lengths", "chat", "--init", config)
+    assert (status, out) == (1, "")
+    assert f"{config} can't be simulated: BertLMHeadModel can't be trained on packs" in err
 
 
 def test_too_few_sequences(say: Say, tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def test_devices() -> None:
 
 
 def test_models_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'qwen9' is neither known nor a file: give one of qwen2.5-0.5b"):
+    with pytest.raises(ValueError, match=r"'qwen9' is neither known nor there: give one of qwen2.5-0.5b"):
         Model.find("qwen9")
-    with pytest.raises(ValueError, match="is neither known nor a file"):
+    with pytest.raises(ValueError, match="is neither known nor there"):
         Model.find(str(tmp_path))  # a folder without a config
     for text, message in (
         ("{}", "model_type"),

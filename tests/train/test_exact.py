@@ -103,7 +103,7 @@ def test_the_same_bits_after_a_fault(folder: Path, tmp_path: Path, whole: tuple,
 def test_two_runs_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
     split = {"split_sequences": True, "token_cap": 128, "truncate": True, "gradient_checkpointing": True}
     how = {"steps": 3, "samples_per_rank": 1, "replace_layers": True, "fused_head": True, **split}
-    wanted = [options(folder, tmp_path / name, **how, offload_checkpoints=name == "other") for name in ("one", "other")]
+    wanted = [options(folder, tmp_path / name, **how, offload_activations=name == "other") for name in ("one", "other")]
     assert jobs.run(3, *wanted) == [ENDED] * 2
     assert left(tmp_path / "one") == left(tmp_path / "other")
     lines = (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()

@@ -154,7 +154,7 @@ def test_bf16_and_the_report(folder: Path, tmp_path: Path) -> None:
     assert seen[-1]["loss"] < seen[0]["loss"]
     page = (out / "report.html").read_text()
     assert page.count("<img ") == 2
-    assert "3 barriers per step, namely enter, leave, sum up" in page
+    assert "3 barriers per step, for its start, its end, loss and norm" in page
     assert f"<dt>--data</dt><dd>{folder / 'data.jsonl'}</dd>" in page, "as typed"
     assert "6 steps over" in page
     assert f"{seen[-1]['loss']:.4f}" in page

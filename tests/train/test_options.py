@@ -58,7 +58,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"split_tokens": 9}, "--split-tokens is 9: give --split-sequences too"),
     ({"split_cuts": 3}, "--split-cuts is 3: give --split-sequences too"),
     ({"expert_cache": 9}, "--expert-cache is 9: give --replace-layers too"),
-    ({"offload_checkpoints": True}, "--offload-checkpoints is True: give --gradient-checkpointing too"),
+    ({"offload_activations": True}, "--offload-activations is True: give --gradient-checkpointing too"),
     ({"teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
     ({"teacher": "t", "teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
     ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),

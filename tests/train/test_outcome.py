@@ -16,6 +16,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.jobs.train.agreement import IdleTime
 from odc_triton.jobs.train.metrics import Progress, in_two_lines
 from odc_triton.jobs.train.outcome import in_words
+from odc_triton.jobs.train.report_words import answers
 from odc_triton.jobs.train.run import Run, RunState
 from tests.support import ranks
 
@@ -64,6 +65,58 @@ def test_a_console_that_cannot_write_a_completion_does_not_end_the_run(monkeypat
         assert written.buffer.getvalue() == b"completion: ??\n"
         written.close()
         progress.show({}, ["another"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "says"),
+    [
+        ({}, [{"loss": 4.0 - at} for at in range(4)], {"Did it learn?": "loss: 4.0000 → 1.0000"}),
+        (
+            {},
+            [{"loss": 3.0}] * 4 + [{"loss": 2.0}] * 4,
+            {"Did it learn?": "loss: 3.0000 → 2.0000 (means of the first and last 2 steps)"},
+        ),
+        (
+            {"evaluates": True},
+            [{"loss": 3.0, "eval_loss": 2.0}, {"loss": 3.0, "eval_loss": 1.0}, {"loss": 3.0, "eval_loss": 1.5}],
+            {"Did it learn?": "eval_loss: 2.0000 → 1.5000, best 1.0000 after step 2: it got worse since"},
+        ),
+        (
+            {"measure": "eval_reward", "more_is_better": True},
+            [{"loss": 0.1, "reward": 0.5, "rollout_s": 0.5, "update_s": 0.25, "eval_reward": x} for x in (0.1, 0.2)],
+            {
+                "Did it learn?": "reward: 0.5000 → 0.5000\neval_reward: 0.1000 → 0.2000, best 0.2000 after step 2",
+                "Where did time go?": "sampling 50%, rewards 0%, learning 25% of the time",
+            },
+        ),
+        (
+            {"job": "dpo"},
+            [{"loss": 0.7, "rewards/accuracies": 0.5, "eval_rewards/accuracies": 0.75}] * 2,
+            {"Did it learn?": "rewards/accuracies: 0.5000 → 0.5000\neval_rewards/accuracies: 0.7500 → 0.7500"},
+        ),
+        (
+            {},
+            [{"loss": 2.0, "idle": 0.5}],
+            {"Where did time go?": "at most 2.00 times", "What next?": "much idle time"},
+        ),
+        ({"lora_rank": 4}, [{"loss": 2.0}], {"What next?": "`odc-triton export out --merge --out FOLDER`"}),
+        ({}, [], {"Did it learn?": "no step was taken", "What next?": "`--eval-data FILE` tells"}),
+    ],
+)
+def test_answers_of_a_report(kind: dict[str, Any], steps: list[dict[str, Any]], says: dict[str, str]) -> None:
+    usual = {"seconds": 1.0, "idle": 0.1, "tokens": 10}
+    lines = [{"step": at, **usual, **each} for at, each in enumerate(steps, start=1)]
+    given = {"model": "m", "init": None, "data": ["d"], "out": "out", "lora_rank": 0, "warmup_steps": 0, "lr": 0.1}
+    given |= {"keep_best": False, "per_rank": "samples_per_rank"}
+    run = {"options": SimpleNamespace(**given | kind), "kind": "train sft", "steps": 4, "measure": "eval_loss"}
+    run |= {"more_is_better": False, "evaluates": False, "in_words": lambda: "it"}
+    found = answers(SimpleNamespace(**run | kind), lines, [])
+    assert found["The run"] == "m on d: it"
+    for question, text in says.items():
+        assert text in found[question]
+    assert "--steps 8" in found["What next?"]
+    assert ("much idle time" in found["What next?"]) == any(line["idle"] > 0.15 for line in lines)
+    assert ("worse" in found["Did it learn?"]) == ("evaluates" in kind)
 
 
 def _sound(rank: int, world: int) -> list[bool]:

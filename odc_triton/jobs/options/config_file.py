@@ -11,7 +11,7 @@ from typing import Any
 
 from ...base.files import write_file
 from .names import instead
-from .options import expanded, flag, without_none
+from .options import expanded, flag, former_names, without_none
 
 Pairs = list[tuple[Any, Any, Any]]
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
@@ -32,12 +32,13 @@ def checked_options(where: str | os.PathLike, pairs: Pairs, kind: type, **others
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
     hints |= others
     found: dict[str, Any] = {}
-    unknown = [str(key) for key, _, _ in pairs if str(key).replace("-", "_") not in hints]
+    former = former_names(kind)
+    unknown = [str(key) for key, _, _ in pairs if _name(key, former) not in hints]
     if unknown:
         hints_of = (f"{key}{instead(key, [*map(_key, hints)]) or '; --help lists the names'}" for key in unknown)
         raise ValueError(f"{where}: there is no option {'. There is no option '.join(hints_of)}")
     for key, value, text in pairs:
-        hint = hints[name := str(key).replace("-", "_")]
+        hint = hints[name := _name(key, former)]
         if not isinstance(value, str) and isinstance(text, str):
             if text.lower() in typing.get_args(without_none(hint)):
                 value = text.lower()  # YAML takes words for values: off, no, null
@@ -110,6 +111,11 @@ def _value(where: str, value: Any, hint: Any) -> Any:
     if type(value) is not hint:
         raise ValueError(f"{where} is {value!r}; give {_WANTED[hint]}")
     return value
+
+
+def _name(key: Any, former: dict[str, str]) -> str:
+    name = str(key).replace("-", "_")
+    return former.get(name, name)
 
 
 def _key(name: str) -> str:

@@ -17,9 +17,16 @@ RANKS_PER_CORE = 8  # each is a process that imports torch
 REQUIRED: Any = MISSING  # the default of a required option
 
 
-def option(default: Any, text: str, *, group: str | None = None) -> Any:
-    """A field of an options dataclass, with its help text. `group`: a heading in `--help` above it and later fields."""
-    return field(default=default, metadata={"help": text, "group": group})
+def option(default: Any, text: str, *, group: str | None = None, once: str | None = None) -> Any:
+    """A field of an options dataclass, with its help text. `group`: a heading in `--help` above it and later fields.
+    `once`: its former name, which commands and files still accept.
+    """
+    return field(default=default, metadata={"help": text, "group": group, "once": once})
+
+
+def former_names(kind: type) -> dict[str, str]:
+    """Names of fields of the options dataclass `kind`, by their former names."""
+    return {each.metadata["once"]: each.name for each in fields(kind) if each.metadata.get("once") is not None}
 
 
 def expanded(path: str | os.PathLike) -> str:
@@ -151,6 +158,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool =
             text += f" (default: {_in_words(entry.default)})"
         settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
         group.add_argument(flag(entry.name), **settings, **_how(hints[entry.name]))
+    for once, name in former_names(kind).items():
+        hidden = {"dest": name, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        parser.add_argument(flag(once), **hidden, **_how(hints[name]))
 
 
 def _in_words(default: Any) -> str:

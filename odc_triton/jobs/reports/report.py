@@ -272,44 +272,16 @@ table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid #d5d5d5; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
-dd { margin: 0; overflow-wrap: anywhere; }
+dd { margin: 0; overflow-wrap: anywhere; grid-column: 2; }
+summary { cursor: pointer; }
 """
 
 
-def save_html(
-    path: str | Path,
-    *,
-    title: str,
-    summary: str,
-    rows: Sequence[Sequence[object]],
-    columns: Sequence[str],
-    tracks: Tracks,
-    curves: Sequence[Curves],
-    facts: Mapping[str, Mapping[str, str]],
-) -> None:
-    """Writes one self-contained page: summary, table, timelines, curves, facts; nothing is loaded.
+def save_html(path: str | Path, *, title: str, parts: Sequence[str]) -> None:
+    """Writes one self-contained page of `parts`, in order, of which empty ones are left out; nothing is loaded.
 
-    `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
-    `timeline_figure`; `facts`: by heading, name to value (options, versions).
-    Empty `rows`, `tracks`, `curves` and `facts` are left out. All text is escaped. Errors as in
-    `table`, `timeline_figure` and `write_file`.
+    Parts are HTML by the functions below, which escape all text. Errors as in `write_file`.
     """
-    body = [f"<h1>{escape(title)}</h1>"]
-    body += [f"<p>{escape(' '.join(part.split()))}</p>" for part in summary.split("\n\n") if part.strip()]
-    if rows:
-        cells, numeric = _cells(rows, columns)
-        body.append(_html_table(cells, numeric))
-    if tracks:
-        body.append("<h2>Timelines</h2>")
-        body.append(_html_image(timeline_figure(tracks), _in_words(tracks)))
-    for each in curves:
-        body.append(f"<h2>{escape(each.title)}</h2>")
-        known = {name: [value for value in values if value == value] for name, values in each.values.items()}
-        last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in known.items() if values)
-        body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
-    for heading, each in facts.items():
-        pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in each.items())
-        body.append(f"<h2>{escape(heading)}</h2>\n<dl>{pairs}</dl>")
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -321,11 +293,53 @@ def save_html(
 <style>{_STYLE}</style>
 </head>
 <body>
-{chr(10).join(body)}
+<h1>{escape(title)}</h1>
+{chr(10).join(filter(None, parts))}
 </body>
 </html>
 """
     write_file(path, page.encode())
+
+
+def text_part(text: str) -> str:
+    """`text`, with an empty line between paragraphs."""
+    paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
+    return "\n".join(f"<p>{escape(part)}</p>" for part in paragraphs if part)
+
+
+def table_part(rows: Sequence[Sequence[object]], columns: Sequence[str], *, heading: str = "") -> str:
+    """`rows` and `columns` as for `table`, with its errors."""
+    return _headed(heading, _html_table(*_cells(rows, columns))) if rows else ""
+
+
+def timelines_part(tracks: Tracks) -> str:
+    """`tracks` as for `timeline_figure`, with its errors."""
+    return _headed("Timelines", _html_image(timeline_figure(tracks), _in_words(tracks))) if tracks else ""
+
+
+def curves_part(curves: Curves) -> str:
+    known = {name: [value for value in values if value == value] for name, values in curves.values.items()}
+    last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in known.items() if values)
+    return _headed(curves.title, _html_image(curve_figure(curves), f"{curves.title}. {last}"))
+
+
+def facts_part(heading: str, facts: Mapping[str, str], *, folded: bool = False) -> str:
+    """Names and values; of a value each line, in which `code` may be. `folded`: shown on a click."""
+    lines = {
+        name: "".join(f"<dd>{_html_code(line)}</dd>" for line in value.split("\n")) for name, value in facts.items()
+    }
+    pairs = f"<dl>{''.join(f'<dt>{escape(name)}</dt>{line}' for name, line in lines.items())}</dl>"
+    if folded:
+        return f"<details><summary>{escape(heading)}</summary>\n{pairs}</details>" if facts else ""
+    return _headed(heading, pairs) if facts else ""
+
+
+def _headed(heading: str, html: str) -> str:
+    return f"<h2>{escape(heading)}</h2>\n{html}" if heading else html
+
+
+def _html_code(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _in_words(tracks: Tracks) -> str:

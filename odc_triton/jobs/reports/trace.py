@@ -24,6 +24,7 @@ UNRECORDED = "unrecorded"
 NOT_BUSY = (*IDLE_KINDS, UNRECORDED)
 STATES = (*NOT_BUSY, *BUSY_KINDS)
 _ALONE = ("lock", "gather", "scatter")  # labels of waits that are not barriers
+_PURPOSES = {"enter": "its start", "leave": "its end", "sum up": "loss and norm"}  # of a minibatch's barriers, by label
 _ELSEWHERE = 1 << 20  # above the ranks' numbers
 Tracks = Mapping[str, Sequence[Event]]
 
@@ -185,7 +186,11 @@ def headline(events: Sequence[Event]) -> list[str]:
         seconds_text(end_s - start_s),
         f"{idle_fraction(events):.1%} idle",
         f"{rate:.3g} barriers per step",
-        *([f"namely {', '.join(kinds)}"] if kinds.keys() - {"enter", "leave"} else []),
+        *(
+            [f"for {', '.join(_PURPOSES.get(kind, kind) for kind in kinds)}"]
+            if kinds.keys() - {"enter", "leave"}
+            else []
+        ),
     ]
 
 

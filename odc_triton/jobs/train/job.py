@@ -154,7 +154,7 @@ def _sharded(
     require_written(model)
     if not frozen:
         cost = _measured(model, options, cost, rank)
-    if options.offload_checkpoints and not frozen:
+    if options.offload_activations and not frozen:
         offload_checkpoints(model)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
     if options.model is not None and base is None:

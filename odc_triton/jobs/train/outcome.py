@@ -14,14 +14,39 @@ from ...base.environment import installed
 from ...base.events import Event
 from ...checkpoint import save_pretrained
 from ..options.options import flag
-from ..reports.report import Curves, can_draw, save_html
+from ..reports.report import (
+    Curves,
+    can_draw,
+    curves_part,
+    facts_part,
+    save_html,
+    table_part,
+    text_part,
+    timelines_part,
+)
 from ..reports.trace import excerpt, save_trace
 from .metrics import Metrics, in_two_lines, read_metrics
+from .report_words import answers
 from .run import Run
 
 _ROWS = 12
-_COLUMNS = ("step", "loss", "eval_loss", "reward", "eval_reward", "length", "lr", "grad_norm", "seconds", "idle")
-_CURVES = (("loss", "eval_loss"), ("reward", "eval_reward"), ("length",), ("ratio", "mismatch"), ("divergence",))
+_COLUMNS = (
+    "step",
+    "loss",
+    "eval_loss",
+    "reward",
+    "eval_reward",
+    "eval_pass",
+    "length",
+    "lr",
+    "grad_norm",
+    "seconds",
+    "idle",
+)
+_CURVES = (
+    *(("reward", "eval_reward"), ("loss", "eval_loss"), ("rewards/accuracies", "eval_rewards/accuracies")),
+    *(("rewards/margins", "eval_rewards/margins"), ("length",), ("ratio", "mismatch"), ("divergence",)),
+)
 
 
 def gather_events(run: Run) -> list[Event]:
@@ -62,24 +87,36 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         summary += f"\n\nThis report {why}"
     more = dict.fromkeys(name for line in metrics for name in line if "rewards/" in name)
     columns = [name for name in (*_COLUMNS, *more) if _has(metrics, name)]
-    options = {flag(name): typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
-    facts, completions = {"Options": options, "Versions": versions()}, {}
-    samples = []
+    options, usual = asdict(run.options), run.options.defaults()
+    given, others = (
+        {
+            flag(name): typed(v)
+            for name, v in options.items()
+            if v not in (None, ()) and (usual.get(name) == v) is default
+        }
+        for default in (False, True)
+    )
+    samples, completions = [], {}
     with contextlib.suppress(OSError, ValueError):  # the run has ended, whatever that file holds
         samples = read_metrics(out / "samples.jsonl")
     for each in [each for each in samples if "advantage" in each][-_ROWS:]:
         prompt, completion = in_two_lines(each)
         at = f"step {each['step']}, {prompt}"
-        completions[at] = completions.get(at, "") + completion
+        completions[at] = "\n".join(filter(None, (completions.get(at), completion.strip())))
     save_html(
         out / "report.html",
         title=f"odc-triton {run.kind}",
-        summary=summary,
-        rows=[[line.get(name) for name in columns] for line in _some(metrics)],
-        columns=columns,
-        tracks=tracks if draws else {},
-        curves=_curves(metrics) if draws else [],
-        facts={"Completions": completions} | facts if completions else facts,
+        parts=[
+            text_part(summary),
+            facts_part("", answers(run, metrics, events)),
+            *(map(curves_part, _curves(metrics)) if draws else ()),
+            timelines_part(tracks if draws else {}),
+            table_part([[line.get(name) for name in columns] for line in _some(metrics)], columns, heading="Steps"),
+            facts_part("Completions", completions),
+            facts_part("Versions", versions()),
+            facts_part("Options", given),
+            facts_part("Options at their defaults", others, folded=True),
+        ],
     )
     return written
 
@@ -94,8 +131,10 @@ def _has(metrics: Sequence[Metrics], name: str) -> bool:
 
 
 def _curves(metrics: Sequence[Metrics]) -> list[Curves]:
-    """One image of each of `_CURVES` that has values."""
-    images = ([name for name in names if _has(metrics, name)] for names in _CURVES)
+    """One image of each of `_CURVES` that has values; one of the reward functions, if there are several."""
+    functions = dict.fromkeys(name for line in metrics for name in line if name.startswith("rewards/"))
+    more = tuple(functions) if _has(metrics, "reward") else ()  # of pairs they are of another kind
+    images = ([name for name in names if _has(metrics, name)] for names in (*_CURVES, more))
     return [
         Curves(
             title=", ".join(names),

@@ -94,7 +94,11 @@ class RunOptions:
         "recompute activations in backward: less memory, more time; by default on GPUs, if those of a pack would take "
         "more than a quarter of the memory",
     )
-    offload_checkpoints: bool = option(False, "what gradient checkpointing keeps waits in the host's memory")
+    offload_activations: bool = option(
+        False,
+        "move the activations that --gradient-checkpointing keeps to host memory until backward; no files are written",
+        once="offload_checkpoints",
+    )
     compile: bool = option(False, "compile the model's blocks by torch.compile, once for packs of any length")
     replace_layers: bool = option(False, "attention, embedding, expert and linear layers read from and add to owners")
     expert_cache: int = option(
@@ -136,7 +140,8 @@ class RunOptions:
     checkpoint_every: int = option(0, "steps between checkpoints; 0: by the clock alone")
     checkpoint_background: bool | None = option(
         None,
-        "train while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
+        "go on training while the files of a checkpoint are written; takes host memory for a copy of masters and "
+        "optimizer states; by default on GPUs",
     )
     keep: int = option(2, "how many of the newest checkpoints to keep")
     resume: str = option(
@@ -170,7 +175,7 @@ class RunOptions:
         (
             *("out", "resume", "checkpoint_minutes", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
-            *("gradient_checkpointing", "offload_checkpoints", "fused_head", "expert_cache", "compile"),
+            *("gradient_checkpointing", "offload_activations", "fused_head", "expert_cache", "compile"),
             *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name"),
             *("run_group", "project", "push_to_hub", "hub_private"),
         )
@@ -270,7 +275,7 @@ class RunOptions:
                     f"{flag(one)} is {getattr(self, one)} and {flag(other)} is {getattr(self, other)}; give one of them"
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
-        needs |= {"offload_checkpoints": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
+        needs |= {"offload_activations": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
         needs |= {"run_group": "report_to", "hub_private": "push_to_hub"}
         needs |= {"expert_cache": "replace_layers", "quantize": "model"}
         needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ...base.files import write_file
 from ..options.config_file import written_options
 from ..options.options import flag
-from ..reports.report import Curves, can_draw, save_html, table
+from ..reports.report import Curves, can_draw, curves_part, facts_part, save_html, table, table_part, text_part
 from .metrics import Metrics, read_metrics
 from .prepare import CONFIG
 from .sweep_options import Sweep
@@ -55,12 +55,12 @@ def write_summary(sweep: Sweep, outcomes: list[RunEnd]) -> None:
     save_html(
         folder / "sweep.html",
         title="odc-triton sweep",
-        summary=summary,
-        rows=cells,
-        columns=columns,
-        tracks={},
-        curves=[each for each in curves if each.values] if can_draw() else [],
-        facts={"Errors": errors} if errors else {},
+        parts=[
+            text_part(summary),
+            table_part(cells, columns),
+            *(curves_part(each) for each in curves if each.values and can_draw()),
+            facts_part("Errors", errors),
+        ],
     )
 
 

@@ -42,7 +42,8 @@ def render(report: Report) -> str:
         if finding.remedy:
             lines += _wrap(finding.remedy, f"{space}-> ", f"{space}   ")
     problems, notes = len(report.problems), sum(finding.level == NOTE for finding in report.findings)
-    lines += ["", f"{count(problems, 'problem') if problems else 'No problems'}, {count(notes, 'note')}."]
+    said = "" if problems else ": ranks can train here"
+    lines += ["", f"{count(problems, 'problem') if problems else 'No problems'}, {count(notes, 'note')}{said}."]
     return "\n".join(lines)
 
 

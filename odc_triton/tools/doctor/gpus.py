@@ -18,8 +18,8 @@ def check_gpus(topology: Topology) -> Iterator[Finding]:
         remedy = "pip install nvidia-ml-py; in a container NVIDIA_DRIVER_CAPABILITIES must have `utility`"
         yield Finding(NOTE, "GPUs", text, remedy)
     elif not topology.devices:
-        text = f"none: {topology.missing or 'the driver shows no GPU'}. The CPU backend needs none"
-        remedy = "for a machine that has GPUs: install the driver, or start the container with them (`--gpus all`)"
+        text = f"none: {topology.missing or 'the driver shows no GPU'}. Ranks train on the CPU"
+        remedy = "if this machine has GPUs: install the driver, or start the container with them (`--gpus all`)"
         yield Finding(NOTE, "GPUs", text, remedy)
     else:
         masked = len(topology.devices) - len(seen)

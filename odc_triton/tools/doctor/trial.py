@@ -39,7 +39,7 @@ def add_to_each_other() -> None:
 def check_ranks(error: str | None) -> Iterator[Finding]:
     """`error`: the result of `try_ranks`."""
     if error is None:
-        yield Finding(OK, "ranks", "two ranks opened a heap and added to each other's memory")
+        yield Finding(OK, "ranks", "two trained a layer together, in memory that they share")
         return
     remedy = (
         "allow memfd_create and abstract Unix sockets in this container or sandbox; on GPUs also peer access, a short "

@@ -42,7 +42,7 @@ def _advice(options: RunOptions, ranks: int) -> str:
     options = options.on("cuda" if torch.cuda.is_available() else "cpu")
     planned, lora = _planner(options), {} if options.lora_rank else {"lora_rank": 16}
     now = planned(options, ranks)
-    changes = [{"gradient_checkpointing": True}, {"offload_checkpoints": True}, {"token_cap": options.token_cap // 2}]
+    changes = [{"gradient_checkpointing": True}, {"offload_activations": True}, {"token_cap": options.token_cap // 2}]
     changes += [{"dtype": "bf16"}, {"optimizer": "adamw-8bit"}, {"lora_rank": 16}, lora | {"quantize": "nf4"}]
     found = [(planned(options, 2 * ranks).total_bytes, f"{2 * ranks} ranks")] if now.backend == "cuda" else []
     for change in changes:
@@ -68,8 +68,9 @@ def _planner(given: RunOptions) -> Callable[[RunOptions, int], Any]:
 
     def planned(options: RunOptions, ranks: int) -> Any:
         replicas = options.replicas or max(ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), 1)
-        same = ("quantize", "optimizer", "gradient_checkpointing", "offload_checkpoints", "exact", "split_cuts")
+        same = ("quantize", "optimizer", "gradient_checkpointing", "exact", "split_cuts")
         how: dict[str, Any] = {name: getattr(options, name) for name in same}
+        how |= {"offload_checkpoints": options.offload_activations}
         how |= {"replicas": replicas, "mp_policy": precision(options.dtype), "tokens_per_microbatch": options.token_cap}
         how |= {"split_tokens": options.split_tokens or options.token_cap * options.split_sequences}
         return memory_plan(model(options.lora_rank), ranks // replicas, expert_cache_bytes=options.expert_cache, **how)

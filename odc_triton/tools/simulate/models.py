@@ -207,12 +207,13 @@ class Model:
         else:
             path = Path(name)
             path = path / "config.json" if path.is_dir() else path
-            if not path.is_file():
+            is_hub_id = path.suffix != ".json" and name.count("/") == 1 and not path.parent.exists()
+            if not (path.is_file() or is_hub_id):
                 raise ValueError(
-                    f"model {name!r} is neither known nor a file: give one of {', '.join(MODELS)}, or the path of a "
-                    "transformers config.json"
+                    f"model {name!r} is neither known nor there: give one of {', '.join(MODELS)}, a folder of "
+                    f"transformers, a hub id (OWNER/NAME), or --init CONFIG"
                 )
-            config, name = read_config(str(path)), path.parent.name or name
+            config, name = read_config(str(path)), name if is_hub_id else path.parent.name or name
         try:
             if path is not None:
                 enable_packing(meta_causal_lm(init=str(path)))  # as training does: what it refuses has no step

@@ -9,17 +9,19 @@ from pathlib import Path
 
 from ...base.files import write_file
 from ...jobs.data.dataset import TokenizedDataset
-from ...jobs.options.options import REQUIRED, option, plain_paths, require_at_least
+from ...jobs.options.options import REQUIRED, option, plain_paths, require_at_least, require_files
 from ...jobs.reports.report import save_timeline, table
 from ...jobs.reports.trace import save_trace
 from ...plan.relatives import Relatives, find_relatives
 from .hardware import find_device
-from .models import Model
+from .models import MODELS, Model
 from .study import (
+    BASELINE,
     COLUMNS,
     DRAWN,
     NAMED,
     Row,
+    advice,
     cells,
     grouped,
     lengths_of_file,
@@ -31,6 +33,7 @@ from .study import (
 )
 
 _MOST_SAMPLES = 100_000  # per GPU and step
+_USUAL_MODEL = "qwen2.5-7b"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,10 @@ class SimulateOptions:
     """The simulated job."""
 
     lengths: str = option(REQUIRED, "chat, longalign, swe-smith, aime, or a file: .jsonl, .json, .npz, or numbers")
-    model: str = option("qwen2.5-7b", "a built-in name, or a transformers config.json")
+    model: str | None = option(
+        None, f"{', '.join(MODELS)}, or a transformers model: local folder or hub id; by default {_USUAL_MODEL}"
+    )
+    init: str | None = option(None, "config.json of a model, instead of --model")
     gpus: int = option(8, "GPUs of the job, all nodes together")
     nodes: int = option(1, "nodes, with equally many GPUs each: shards within a node, a replica on each")
     gpu: str = option("a100", "v100, a100, a6000, l40s, h100, h200 or b200")
@@ -52,8 +58,10 @@ class SimulateOptions:
     prompt_tokens: int | None = option(None, "with --group: tokens of each prompt, before the completions")
     lora_rank: int | None = option(None, "train adapters of this rank on all linear layers, over a frozen base in bf16")
     runs: int | None = option(None, "with --lora-rank: also so many runs at a time over one base, each alone on a GPU")
-    checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
-    fused_head: bool = option(True, "never compute full logits")
+    gradient_checkpointing: bool = option(
+        True, "recompute activations in backward: less memory, a third more work", once="checkpointing"
+    )
+    fused_head: bool = option(True, "never compute full logits: less memory")
     efficiency: float = option(0.5, "achieved share of the GPU's peak FLOP/s")
     nic_gbs: float | None = option(None, "GB/s per GPU and direction between nodes; by default typical of the GPU")
     slow: float = option(1.0, "one rank computes this many times slower")
@@ -62,7 +70,10 @@ class SimulateOptions:
     out: str | None = option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:
-        plain_paths(self, "lengths", "model", "out")
+        plain_paths(self, "lengths", "model", "init", "out")
+        if self.model is not None and self.init is not None:
+            raise ValueError("give either --model or --init (a config.json)")
+        require_files(self, "init", or_folders=True)
         require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap", "group", "prompt_tokens", "lora_rank", "runs")
         if self.runs and not self.lora_rank:
             raise ValueError("--runs are of adapters over one base: give --lora-rank too")
@@ -101,7 +112,7 @@ _DRAWN = 10_000  # lengths of a named distribution
 def main(options: SimulateOptions) -> int:
     """Prints the ranking, writes it to `options.out`; returns the exit status. Raises ValueError and OSError."""
     lengths, whence, relatives = _lengths(options)
-    model = Model.find(options.model)
+    model = Model.find(options.init or options.model or _USUAL_MODEL)
     model = model.with_adapters(options.lora_rank) if options.lora_rank else model
     kind, each = find_device(options.gpu), options.gpus // options.nodes
     links = usual_links(kind, each, nodes=options.nodes, nic_gbs=options.nic_gbs)
@@ -120,7 +131,7 @@ def main(options: SimulateOptions) -> int:
         kind,
         links,
         efficiency=options.efficiency,
-        checkpointing=options.checkpointing,
+        checkpointing=options.gradient_checkpointing,
         fused_head=options.fused_head,
         slow={} if options.slow == 1 else {0: options.slow},
     )
@@ -141,17 +152,21 @@ def main(options: SimulateOptions) -> int:
         relatives=relatives,
         runs=options.runs or 0,
     )
-    active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
+    active = f", {_count(model.active_parameters)} active" if model.active_parameters < model.parameters else ""
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     head = (
-        f"{whence}: mean {mean:,.0f}, longest {longest:,}, token cap {cap:,} tokens\n"
-        f"{model.name} ({model.parameters / 1e9:.1f} B parameters{active}) on {machine}\n"
-        f"speed-up: over FSDP2 + LB-Micro with the same minibatch; mean of {trials} minibatches; simulated"
+        f"Simulated, not measured: {model.name} ({_count(model.parameters)} parameters{active}) on {machine}\n"
+        f"lengths: {whence}: mean {mean:,.0f}, longest {longest:,} tokens, token cap {cap:,}\n"
+        f"mean of {trials} minibatches, fastest setting first"
     )
     if len(sizes) < len(options.minibatches):
         head += f"\nminibatches of more than {filled} per GPU are left out: the {len(lengths)} sequences can't fill one"
     shown = table(cells(rows), COLUMNS)
-    said = f"{head}\n\n{shown}\n\n{verdict(rows)}"
+    legend = (
+        f"speed-up: over {BASELINE} with the same samples per GPU. idle: share of the time without compute. exposed "
+        f"comm.: the part of it that waits for transfers. GB/GPU: peak of the fullest GPU"
+    )
+    said = f"{head}\n\n{shown}\n{legend}\n\n{verdict(rows)}\n{advice(rows)}"
     if options.runs:
         fitting = [[row for row in rows if row.fits and row.samples == size][:2] for size in sizes]  # the two fastest
         hourly = (f"{3.6 / row.outcome.step_s:.3g} by {row.name} ({row.samples})" for best in fitting for row in best)
@@ -160,6 +175,10 @@ def main(options: SimulateOptions) -> int:
     if options.out:
         _write(Path(options.out), said + "\n", rows, drawn)
     return 0
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 5e7 else f"{parameters:,}"
 
 
 def _lengths(options: SimulateOptions) -> tuple[list[int], str, Relatives | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -38,9 +38,18 @@ SETTINGS = {
     "ODC + queue": ("odc", "queue"),
 }
 BASELINE = "FSDP2 + LB-Micro"  # the paper's
-COLUMNS = ("samples/GPU", "rank", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
+COLUMNS = ("samples/GPU", "place", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
 DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in images
 ALONE = "ODC, a run per GPU"
+_COMMANDS = {
+    "ODC + LB-Micro": "train sft --balance micro",
+    "ODC + LB-Mini": "train sft --balance mini",
+    "ODC + queue": "train sft --balance queue",
+    "ODC + LB-Split": "train sft --split-sequences",
+    "ODC + shared prefixes": "train sft --share-prefixes",
+    ALONE: "sweep",
+}
+_ALIKE = 0.02  # a smaller gain or loss is none
 _LINK_EFFICIENCY = 0.8  # of the nominal bandwidth
 _COLLECTIVE_SMS = 0.1  # share of an A100's or H100's SMs: a dozen NCCL blocks, each on an SM
 
@@ -217,23 +226,45 @@ def cells(rows: Sequence[Row]) -> list[list[object]]:
     return table
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Per minibatch size: the fastest ODC setting against the fastest FSDP2 setting that fits."""
-    lines = []
+def _fastest(rows: Sequence[Row]) -> Iterator[tuple[int, Row | None, Row | None]]:
+    """Per minibatch size, in samples per GPU: the fastest ODC and the fastest FSDP2 setting that fit."""
     for samples in dict.fromkeys(row.samples for row in rows):
         fitting = [row for row in rows if row.samples == samples and row.fits]
         odc = next((row for row in fitting if row.outcome.schedule == "odc"), None)
-        fsdp = next((row for row in fitting if row.outcome.schedule != "odc"), None)
+        yield samples, odc, next((row for row in fitting if row.outcome.schedule != "odc"), None)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Per minibatch size: the fastest ODC setting against the fastest FSDP2 setting that fits."""
+    lines = []
+    for samples, odc, fsdp in _fastest(rows):
         head = f"{samples} samples per GPU: "
         if odc is None:
             lines.append(head + "ODC does not fit; lower --token-cap, or take more GPUs")
         elif fsdp is None:
             lines.append(head + f"{odc.name} fits, but no FSDP2 setting does")
+        elif (ratio := fsdp.outcome.step_s / odc.outcome.step_s) <= 1 - _ALIKE:
+            lines.append(head + f"{fsdp.name} is {1 / ratio:.2f}x as fast as the fastest ODC, {odc.name}")
         else:
-            ratio = fsdp.outcome.step_s / odc.outcome.step_s
-            word = f"{ratio:.2f}x as fast as" if abs(ratio - 1) >= 0.02 else "as fast as"
+            word = f"{ratio:.2f}x as fast as" if ratio >= 1 + _ALIKE else "as fast as"
             lines.append(head + f"{odc.name} is {word} the fastest FSDP2 that fits, {fsdp.name}")
     return "\n".join(lines)
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """What to do: the options of the setting that gains most over FSDP2, if one gains."""
+    found = [
+        (fsdp.outcome.step_s / odc.outcome.step_s if fsdp is not None else math.inf, odc)
+        for _, odc, fsdp in _fastest(rows)
+        if odc is not None
+    ]
+    gain, best = max(found, key=lambda each: each[0], default=(0.0, None))
+    if best is None or gain < 1 + _ALIKE:
+        return "Next: FSDP2 is no slower here: stay with it, or try more samples per GPU, or --split-sequences"
+    how = f"odc-triton {_COMMANDS[best.name]}"
+    if best.name != ALONE:
+        how += f" --samples-per-rank {best.samples}"
+    return f"Next: train by {best.name} with `{how}`; measure it on your GPUs with `odc-triton bench`"
 
 
 _OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`

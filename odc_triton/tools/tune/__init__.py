@@ -116,7 +116,8 @@ def run_tune(options: TuneOptions) -> str | None:
     lines, rows = [], []
     for number, (workload, layers) in enumerate(counts.items(), start=1):
         if mesh.get_rank() == 0:
-            print(f"[{number} of {len(counts)}] {workload.name}, {layers} layers", flush=True)
+            plural = "s" if layers > 1 else ""
+            print(f"[{number} of {len(counts)}] measuring {workload.name} ({layers} layer{plural})", flush=True)
         with environment(**{VARIABLE: OFF}):  # `fully_shard` reads no table, so every candidate finds whole weights
             trial = Trial(workload, mesh=mesh, dtype=dtype, backend=options.backend, timeout=TIMEOUT)
         found, report = _tune(trial, options, place)
@@ -136,9 +137,9 @@ def run_tune(options: TuneOptions) -> str | None:
         return None
     report = _report(rows, save(place, lines, options.where, attention), place, options)
     costs = [
-        f"{name} takes {each:.2f} times as long per FLOP as linear layers ({key}). train sft and train grpo plan by "
-        f"it; in your loop: CostModel.from_config(config, {name}={each:.2f})"
-        for name, (key, each) in zip(("attention", "rule"), attention.items(), strict=False)
+        f"Per FLOP {name} takes {each:.2f} times as long as linear layers in {options.dtype}: train sft and train grpo "
+        f"balance by it; in your loop pass CostModel.from_config(config, {name}={each:.2f})"
+        for name, each in zip(("attention", "rule"), attention.values(), strict=False)
     ]
     return "\n".join([report, *costs])
 
@@ -182,10 +183,10 @@ def _shapes(options: TuneOptions) -> nn.Module:
 
 
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
-    """The table's lines for one workload, and rows to print (tokens, candidate, milliseconds, verdict)."""
+    """The table's lines for one workload, and rows to print (tokens, candidate, milliseconds, speed, verdict)."""
     from ...nn.tuned import Line
     from ...sharding.backend import BACKENDS
-    from .candidates import decide, shipped, ways
+    from .candidates import MARGIN, decide, shipped, ways
 
     workload, device = trial.workload, trial.engine.heap.device.type
     kernels = BACKENDS[place.backend].adds_by_kernel
@@ -196,7 +197,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
         shared = device == "cuda" and len(heap.near) > 1
         candidates = ways(workload, tokens, device=device, apart=heap.apart, kernels=kernels, shared=shared)
         if len(candidates) == 1:
-            return [], [[str(tokens), next(iter(candidates)), "", "the only way here: not measured"]]
+            return [], [[str(tokens), next(iter(candidates)), "", "", "the only way here: not measured"]]
         measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
         of = measured[tokens].rounds
         for words in of:
@@ -220,11 +221,16 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
             )
             for shape in workload.shapes
         ]
-        for way, seconds in _medians(measured[tokens]).items():
+        medians = _medians(measured[tokens])
+        usual_s = medians.get(defaults[tokens])
+        for way, seconds in medians.items():
             notes = [note for note, holds in (("default", way == defaults[tokens]), (TAKEN, way == words)) if holds]
-            rows.append([str(tokens), way, f"{seconds * 1e3:.3f}", ", ".join(notes)])
-        rows += [[str(tokens), way, "-", why] for way, why in measured[tokens].refused.items()]
-        rows += [[str(tokens), kernel, "", f"tile {tile}"] for kernel, tile in best.tiles]
+            if not notes and words == defaults[tokens] and usual_s and seconds <= usual_s * (1 - MARGIN):
+                notes = ["not clearly: try more --rounds"] * (not alike)
+            speed = f"{usual_s / seconds:.2f}x" if usual_s else ""
+            rows.append([str(tokens), way, f"{seconds * 1e3:.3f}", speed, ", ".join(notes)])
+        rows += [[str(tokens), way, "-", "", why] for way, why in measured[tokens].refused.items()]
+        rows += [[str(tokens), kernel, "", "", f"tile {tile}"] for kernel, tile in best.tiles]
     return lines, rows
 
 
@@ -261,12 +267,19 @@ def _medians(measured: Measured) -> dict[str, float]:
 
 def _report(rows: list[list[str]], path: Path, place: Place, options: TuneOptions) -> str:
     from ...jobs.reports.report import table
+    from .candidates import MARGIN, ROUNDS_WON
 
     changed, kept = (sum(row[-1] == note for row in rows) for note in (TAKEN, f"default, {TAKEN}"))
-    where = f" while ODC_TUNED={options.folder} is set" if options.folder else ""
+    ranks = f"{place.ranks} rank{'s' * (place.ranks > 1)}"
+    first = f"set ODC_TUNED={options.folder}" if options.folder else "nothing"
     return (
-        f"{table(rows, ('operator', 'layers', 'tokens', 'way', 'ms', ''))}\n"
-        f"{changed} of {changed + kept} choices are clearly faster than the default; the others stay. Saved in {path}: "
-        f"layers of --replace-layers, --fused-head and replace_layers follow it{where}, with {place.ranks} ranks on "
-        f"{place.processor}, {place.topology}; ODC_TUNED=off turns it off. The ways: docs/layers.md"
+        f"Forward and backward on {ranks} with {place.processor}, {place.topology}: median of {options.rounds} rounds, "
+        f"and the speed in the default's\n\n"
+        f"{table(rows, ('operator', 'layers', 'tokens', 'way', 'ms', 'speed', ''))}\n"
+        f"A way: plain torch (eager) or our kernels (triton) / where weights are read / how gradients are added; "
+        f"docs/layers.md\n\n"
+        f"{changed} of {changed + kept} choices are clearly faster than the default: by {MARGIN:.0%}, and in "
+        f"{ROUNDS_WON:.0%} of the rounds; the others stay. They are in {path}\n"
+        f"What you have to do: {first}. Runs here on {ranks} with --replace-layers or --fused-head (in your loop: "
+        f"replace_layers) then use them; ODC_TUNED=off turns them off"
     )
