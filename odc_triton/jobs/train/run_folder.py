@@ -1,4 +1,4 @@
-"""A run's folder: the identity of its run, and a lock so that one job at a time writes to it."""
+"""A run's folder: the identity of its run, and a lock so that one job at a time writes to it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ...base.files import link_or_copy, remove_left, require_replaceable
-from ...checkpoint.folder import unfinished
-from ..checkpoints.steps import newest_in
 from ..data.store import contents
 from ..options.options import flag
 from .grpo_options import GrpoOptions
-from .metrics import read_metrics
+from .metrics import Metrics, read_metrics
 from .pairs_options import DpoOptions, OrpoOptions, RewardOptions
 from .run_options import PATHS, RunOptions
 from .sft_options import SftOptions
@@ -81,6 +79,8 @@ class RunFolder:
         """
         if resume in ("auto", "never") or not self._holds_run():
             return resume == "auto"
+        from ..checkpoints.steps import newest_in
+
         with contextlib.suppress(OSError, ValueError):
             newest, path = newest_in(self.file("checkpoints")), os.path.realpath(resume)
             return path in (self.branch, newest and os.path.realpath(newest))
@@ -100,6 +100,8 @@ class RunFolder:
             record["branch"] = os.path.realpath(resume)
         self._write(record | {"identity": identity})
         if not resumes and "branch" in record:
+            from ...checkpoint.folder import unfinished
+
             own = self.file("checkpoints") / Path(record["branch"]).name
             own.parent.mkdir(exist_ok=True)
             link_or_copy(record["branch"], made := unfinished(own, "saving"))
@@ -187,6 +189,20 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def report_ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
+    """The last metrics of a run that is over. Says so. `changed`: options, in words."""
+    (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
+    written = folder.file("adapter" if options.lora_rank else "model")
+    print(
+        f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
+        f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
+        + ", or after an early end another --early-stopping" * bool(options.early_stopping)
+        + f"; no step is left for what was changed: {changed}" * bool(changed),
+        flush=True,
+    )
+    return metrics
 
 
 def _length(identity: dict[str, Any]) -> list[Any]:

@@ -184,10 +184,13 @@ def _imported(name: str) -> Any:
     return getattr(import_module(module, __package__), own)
 
 
-def _train(job: str, ranks: int | None, wanted: Any) -> int:
+def _train(job: str, ranks: int, wanted: Any) -> int:
     if joined_world() is not None:
         join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted)
-    start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
+    from ...jobs.train.first_look import is_over
+
+    if not is_over(wanted, ranks):
+        start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
     return 0
 
 
