@@ -38,9 +38,13 @@ class RunFolder:
     def lock(self, *, resume: str) -> None:
         """Creates the folder, locks it for this job, and removes partial files of a killed job.
 
-        Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming
-        that one, OSError if it can't be written, or the model can't be in the end.
+        Raises BlockingIOError while another job writes to it, FileExistsError for a model's folder, and a run's unless
+        resuming that one, OSError if it can't be written, or the model can't be in the end.
         """
+        if not self.file("run.json").exists() and any(self.path.glob("*.safetensors")):
+            raise FileExistsError(
+                f"{self.path} is a model's folder, and a run writes its model into a folder in --out: give another one"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -53,8 +57,10 @@ class RunFolder:
             self.release()
             raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
         if self._holds_run() and not self.goes_on(resume):
-            self.release()
-            raise FileExistsError(self._refusal(resume))
+            try:
+                raise FileExistsError(self._refusal(resume))
+            finally:
+                self.release()
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
             if found := _UNFINISHED.fullmatch(path.name):
                 remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
@@ -71,7 +77,12 @@ class RunFolder:
                 f"--resume {resume} is not the newest checkpoint of the run in {self.path}, and going back would lose "
                 f"what came after it: give another --out, for a branch, or --resume auto to go on"
             )
-        return f"{self.path} holds another run: continue it with --resume auto, or give another --out"
+        if step := self.ended_step:
+            return (
+                f"{self.path} holds a run that has ended after step {step}: give another --out, or --resume auto with "
+                f"more --steps to train on"
+            )
+        return f"{self.path} holds a run already: continue it with --resume auto, or give another --out"
 
     def goes_on(self, resume: str) -> bool:
         """After `lock`: True if `resume` continues a run here where it stands: it is auto, the newest checkpoint, or
