@@ -218,6 +218,9 @@ def test_a_pair_is_cut_or_left_out_as_one(folder: Path) -> None:
         wanted = DataOptions(max_tokens=50, too_long=too_long, pairs=True)  # pyright: ignore[reportArgumentType]
         made = tokenize_source(source, encoder, path, wanted)
         assert (made.samples, made.dropped_too_long, made.dropped_no_target) == counts
+        left, long, same = (each // 2 for each in counts)
+        assert made.in_words(pairs=True).startswith(f"{left} pairs of 4 records, ")
+        assert made.in_words(pairs=True).endswith(f" {long} dropped as too long, {same} dropped with nothing to learn")
         assert (TokenizedDataset.load(path).lengths.reshape(-1, 2).sum(1) <= 50).all()
 
 
