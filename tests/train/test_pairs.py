@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,15 @@ WRONG = [
     (["--token-cap", "20"], "raise --token-cap, or give --truncate or --drop-long"),
     (["--token-cap", "130"], "tokens, more than the cap of 65, half of that of a pair, 130; raise --token-cap"),
 ]
+
+
+@pytest.mark.parametrize("job", KINDS)
+def test_help_has_no_option_that_pairs_refuse(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", job, "--help"])
+    printed = capsys.readouterr().out
+    assert "--pairs-per-rank" in printed
+    assert not re.findall(r"^ +--(?:no-)?(?:teacher|split)\S*|^Distillation", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG)
