@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,3 +66,14 @@ def needs_transformers(oldest: str) -> str:
     found = version("transformers")
     is_older = Version(found).release < Version(oldest).release
     return f"needs transformers {oldest}, and {found} is installed" if is_older else ""
+
+
+def quiet_bitsandbytes() -> None:
+    """Call it before bitsandbytes is imported, which PEFT does too. It then does not log, on some CPUs, that a package
+    with one of its kernels is not installed; it has another.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not record.msg.startswith("Failed to load CPU gemm_4bit_forward")

@@ -18,11 +18,11 @@ def base_of(source: str | os.PathLike) -> str | None:
 
     Raises OSError for a base that is not there, and ValueError.
     """
+    folder = Path(source)
+    if folder.is_file() or (folder.is_dir() and not Path(folder, ADAPTER).is_file()):
+        return None
     from transformers.utils import find_adapter_config_file
 
-    folder = Path(source)
-    if folder.is_file():
-        return None
     with reading(str(source)):
         found = find_adapter_config_file(str(source))
     if found is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.environment import needs_transformers
+from ..base.environment import needs_transformers, quiet_bitsandbytes
 from ..base.errors import in_a_line
 from ..base.untyped import untyped
 from .adapter import merged, merged_layer, origins_of
@@ -25,6 +25,7 @@ class Merge:
     """
 
     def __init__(self, made: nn.Module, source: str | Path, base: str) -> None:
+        quiet_bitsandbytes()
         from peft import PeftConfig
 
         model: Any = copy.deepcopy(made)

@@ -23,6 +23,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from ..base.environment import quiet_bitsandbytes
 from ..base.untyped import untyped
 from ..comm.layout import shard_rows
 
@@ -116,6 +117,7 @@ def _step(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
 
 def functional(needed_by: str = "8-bit AdamW") -> Any:
     """bitsandbytes' functions. Raises ImportError with the remedy."""
+    quiet_bitsandbytes()
     try:
         import bitsandbytes.functional
     except ImportError as error:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers.trainer_utils import has_length
 
 from ..base.untyped import untyped
 from ..plan.fields import values_of
@@ -70,6 +69,8 @@ def digest_of(dataset: Any) -> str | None:
     """A digest of at most `_COMPARED` samples, evenly spaced: of their tokens, or of all fields if they have none.
     None for no data set, its name, a stream, and samples that have no digest.
     """
+    from transformers.trainer_utils import has_length  # which imports PEFT, if it is there, and bitsandbytes
+
     if isinstance(dataset, (str, IterableDataset)) or not (has_length(dataset) and hasattr(dataset, "__getitem__")):
         return None
     count, found = len(dataset), hashlib.sha256()

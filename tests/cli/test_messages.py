@@ -14,6 +14,7 @@ from odc_triton.jobs.options.names import _NAMES, instead
 from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.pairs_options import DpoOptions
 from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.tools.cli import command
 from odc_triton.tools.cli.command import main, make_parser
 
 OF_TRL = (
@@ -94,6 +95,17 @@ def test_only_a_traceback_keeps_its_lines() -> None:
     trace = "\nTraceback (most recent call last):\n  File \"mine.py\", line 6, in bad\nKeyError: 'white'"
     assert in_a_line(RolloutFailed([0], f"a reward\n  raised{trace}")) == f"a reward raised{trace}"
     assert in_a_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
+
+
+def test_the_last_line_of_a_failed_command_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(options: object) -> int:
+        raise RolloutFailed([0], "a reward raised\nTraceback (most recent call last):\nKeyError: 'white'")
+
+    monkeypatch.setattr(command, "_doctor", failed)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err.splitlines()[-2:] == ["KeyError: 'white'", "odc-triton: a reward raised"]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

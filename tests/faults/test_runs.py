@@ -309,7 +309,7 @@ def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
     assert again.take(identity) is False
     again.release()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(FileExistsError, match="holds another run"):
+    with pytest.raises(FileExistsError, match="holds a run already"):
         RunFolder(tmp_path / "out").lock(resume="never")
     (tmp_path / "out" / ".report.html.12.0123abcd").touch()
     (tmp_path / "out" / ".model.12.0123abcd.new").mkdir()

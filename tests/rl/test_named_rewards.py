@@ -113,3 +113,19 @@ def test_rows_without_an_answer_are_named(capfd: pytest.CaptureFixture[str]) -> 
     reward = named_rewards.named_reward("accuracy", max_new_tokens=8, timeout_s=60)
     assert reward(completions=["#### 5", "#### 6"], answer=["5", None], solution=["", ""]) == [1.0, None]
     assert "1 completions of this batch are of rows without 'answer' or 'solution'" in capfd.readouterr().err
+
+
+def test_prompts_without_an_answer_that_can_be_compared_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"answer": 4},
+        {"answer": "", "solution": "so #### 5"},
+        {"answer": None},
+        {"other": 1},
+        {"answer": "x^2 + 1"},
+    ]
+    said = "of 5 prompts have no answer that reward accuracy compares: 2 have none in 'answer' or 'solution'"
+    monkeypatch.setattr(named_rewards.importlib.util, "find_spec", lambda name: None)
+    assert named_rewards.without_answer(rows).startswith(f"3 {said}; 1 have no number or word")
+    monkeypatch.setattr(named_rewards.importlib.util, "find_spec", lambda name: name)
+    assert named_rewards.without_answer(rows) == f"2 {said}"
+    assert named_rewards.without_answer(rows[:2]) == ""

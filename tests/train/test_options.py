@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from odc_triton.jobs.train.model import recomputes_activations
 from odc_triton.jobs.train.optimizers import make_schedule
+from odc_triton.jobs.train.run import Run
 from tests.support import grpo_case, sft_case
 
 HERE = Path(__file__)
@@ -117,6 +120,15 @@ def test_schedules(changes: dict, wanted: dict[int, float]) -> None:
     options = sft_case.case(HERE.parent, data=str(HERE), **{"warmup_steps": 10} | changes)
     factor = make_schedule(options, 110)
     assert {step: factor(step) for step in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(10, ", all of them warm-up"), (29, ", 10 of them warm-up"), (30, ",")])
+def test_a_long_warm_up_is_said(steps: int, said: str) -> None:
+    engine = SimpleNamespace(world=1, heap=SimpleNamespace(device=torch.device("cpu")))
+    options = sft_case.case(HERE.parent, data=str(HERE), warmup_steps=10)
+    run: Any = SimpleNamespace(options=options, model=torch.nn.Linear(1, 1), engine=engine, steps=steps)
+    option = " (--warmup-steps is 10)," if "warm-up" in said else " checkpoints"
+    assert f"steps: {steps}{said}{option}" in Run.in_words(run)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,9 @@ def test_a_pair_is_cut_or_left_out_as_one(folder: Path) -> None:
         wanted = DataOptions(max_tokens=50, too_long=too_long, pairs=True)  # pyright: ignore[reportArgumentType]
         made = tokenize_source(source, encoder, path, wanted)
         assert (made.samples, made.dropped_too_long, made.dropped_no_target) == counts
+        left, long, same = (each // 2 for each in counts)
+        assert made.in_words(pairs=True).startswith(f"{left} pairs of 4 records, ")
+        assert made.in_words(pairs=True).endswith(f" {long} dropped as too long, {same} dropped with nothing to learn")
         assert (TokenizedDataset.load(path).lengths.reshape(-1, 2).sum(1) <= 50).all()
 
 
@@ -251,6 +255,15 @@ WRONG = [
     (["--token-cap", "20"], "raise --token-cap, or give --truncate or --drop-long"),
     (["--token-cap", "130"], "tokens, more than the cap of 65, half of that of a pair, 130; raise --token-cap"),
 ]
+
+
+@pytest.mark.parametrize("job", KINDS)
+def test_help_has_no_option_that_pairs_refuse(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", job, "--help"])
+    printed = capsys.readouterr().out
+    assert "--pairs-per-rank" in printed
+    assert not re.findall(r"^ +--(?:no-)?(?:teacher|split)\S*|^Distillation", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG)

@@ -41,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model-alone").mkdir()  # transformers makes an empty tokenizer of it
     (folder / "model-alone" / "config.json").write_text(json.dumps(QWEN2))
     (folder / "file").touch()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "model.safetensors").touch()
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
     saved = {"identity": SftOptions(data="hub", init="config.json", tokenizer="t", out="run", dtype="fp32").identity(1)}
@@ -84,7 +86,8 @@ _SFT = [
         {"--lora-rank": "2", "--lora-targets": "nosuch"},
         "--lora-targets nosuch: .* This model's linear layers: q_proj, k_proj, v_proj, o_proj",
     ),
-    ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
+    ({"--out": "weights"}, "weights is a model's folder, and a run writes its model into a folder in --out: give an"),
+    ({"--out": "used"}, "used holds a run already: continue it with --resume auto, or give another --out"),
     ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*layer.types.*"),
     (
         {"--data": "long.jsonl", "--samples-per-rank": "1"},

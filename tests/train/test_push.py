@@ -124,13 +124,25 @@ GRPO = {"job": "grpo", "data": ["a/p.jsonl"], "model": "/home/me/base", "content
             "config.json",
             SFT | {"token_cap": 4096, "dtype": "bf16"},
             {"base_model": "org/base", "datasets": ["org/chats"], "library_name": "transformers"},
-            ["](https://huggingface.co/org/base) on org/chats by `odc-triton train sft` in 2 steps", "| dtype"],
+            [
+                "](https://huggingface.co/org/base) on org/chats by `odc-triton train sft` in 2 steps",
+                "| dtype of compute | bf16 |",
+                "| peak learning rate | 0.001 |",
+                "| samples per step | 4 |",
+            ],
+        ),
+        (
+            "config.json",
+            SFT | {"job": "reward", "center": 0.5, "seed": 0},
+            {"base_model": "org/base", "datasets": ["org/chats"], "library_name": "transformers"}
+            | {"pipeline_tag": "text-classification", "tags": ["odc-triton", "reward"]},
+            ["AutoModelForSequenceClassification.from_pretrained(folder)", "tokenizer.eos_token", "| --center | 0.5 |"],
         ),
         (
             "adapter_config.json",
             GRPO | {"lora_rank": 8, "prompts_per_step": 2, "reward": ["my:f", "my:g"]},
             {"library_name": "peft", "tags": ["odc-triton", "grpo", "lora"]},
-            ["Adapters trained from base on p.jsonl", "my:f my:g"],
+            ["Adapters trained from base on p.jsonl", "| --reward | my:f my:g |"],
         ),
     ],
 )
@@ -142,7 +154,7 @@ def test_a_model_card(tmp_path: Path, file: str, identity: dict, front: dict, te
     text = " ".join(card.text.split())
     for part in [*texts, "| loss | 0.5 |", "| eval_loss | 1.5 |", "| torch | "]:
         assert part in text
-    assert not re.search("token_cap|/home", text)  # a default, a path
+    assert not re.search("token-cap|--lr|--seed|--model |/home|not the defaults", text)  # a default, a path
     write_card(tmp_path, identity, [])
     own = tmp_path / "README.md"
     assert "in 0 steps" in own.read_text()

@@ -74,7 +74,12 @@ def test_a_run_forgets_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest
         "whole": (replace(longer, out="~/whole"), False, ENDED, "5 steps"),
         "short": (short, True, ENDED, "3 steps"),
         "again": (short, False, ENDED, "has ended after step 3: ~/out/model has its weights. Nothing was changed"),
-        "never": (replace(short, resume="never"), False, "FileExistsError: ~/out holds another run", ""),
+        "never": (
+            replace(short, resume="never"),
+            False,
+            "FileExistsError: ~/out holds a run that has ended after step 3: give",
+            "",
+        ),
         "no step for it": (
             replace(short, lr=0.1),
             False,
@@ -88,7 +93,12 @@ def test_a_run_forgets_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest
         "branch again": (replace(branch, steps=6), False, ENDED, "continuing after step 5 of 6, from ~/branch"),
         "a branch of no step": (replace(branch, out="~/none", steps=3), False, ENDED, "all 3 steps are done"),
         "none again": (replace(branch, out="~/none", steps=3, resume="auto"), False, ENDED, "has ended after step 0"),
-        "not its own": (replace(branch, out="~/whole"), False, "FileExistsError: ~/whole holds another run", ""),
+        "not its own": (
+            replace(branch, out="~/whole"),
+            False,
+            "FileExistsError: ~/whole holds a run that has ended after step 5",
+            "",
+        ),
         "going back": (
             replace(branch, out="~/branch", resume="~/branch/checkpoints/step-00000003"),
             False,

@@ -76,11 +76,16 @@ class DataSummary:
         return {"tokens": (self.tokens,), "offsets": (self.samples + 1,), "spans": (spans, 2)}
 
     def __str__(self) -> str:
+        return self.in_words()
+
+    def in_words(self, *, pairs: bool = False) -> str:
+        """`pairs`: two samples are one."""
+        things, each, cut = ("pairs", 2, "texts truncated") if pairs else ("samples", 1, "truncated")
         return (
-            f"{self.samples} samples of {self.records} records, {self.tokens} tokens, "
-            f"{self.target_tokens} of them learned; {self.truncated} truncated, "
-            f"{self.dropped_too_long} dropped as too long, "
-            f"{self.dropped_no_target} dropped with nothing to learn"
+            f"{self.samples // each} {things} of {self.records // each} records, {self.tokens} tokens, "
+            f"{self.target_tokens} of them learned; {self.truncated} {cut}, "
+            f"{self.dropped_too_long // each} dropped as too long, "
+            f"{self.dropped_no_target // each} dropped with nothing to learn"
         )
 
 
@@ -349,7 +354,8 @@ def require_samples(name: str, summary: DataSummary, options: DataOptions) -> No
     if summary.dropped_too_long > summary.dropped_no_target:
         cut = "images can't be cut" if options.too_long == "truncate" else "or give --truncate"
         remedy = f"; raise --token-cap, {cut}"
-    raise DataError(f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens{remedy}")
+    found = summary.in_words(pairs=options.pairs)
+    raise DataError(f"{name} leaves no sample to train on: {found}; the cap is {options.max_tokens} tokens{remedy}")
 
 
 class SampleSubset(PreparedSamples):

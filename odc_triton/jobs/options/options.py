@@ -156,6 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool =
             text += " (required)"
         elif entry.default not in (None, ()):
             text += f" (default: {_in_words(entry.default)})"
+        if entry.name in getattr(kind, "hidden", ()):  # it is parsed, as its refusal says more than "unrecognized"
+            text = argparse.SUPPRESS
         settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
         group.add_argument(flag(entry.name), **settings, **_how(hints[entry.name]))
     for once, name in former_names(kind).items():

@@ -115,6 +115,11 @@ def same_answer(reference: str, answer: str) -> bool | None:
     return one.brackets == other.brackets and all(map(_Number.equals, one.numbers, other.numbers))
 
 
+def can_be_read(reference: str) -> bool:
+    """True if `same_answer` can tell it from other texts."""
+    return _value(reference) is not None
+
+
 def _value(text: str) -> _Number | _Several | str | None:
     if len(text) > LONGEST:
         return None

@@ -8,19 +8,20 @@ length: 0 up to four fifths of --max-new-tokens, from there falling to -1 (DAPO'
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import logging
 import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..data.records import content_text
-from .answers import LONGEST, final_answer, same_answer
+from .answers import LONGEST, can_be_read, final_answer, same_answer
 
-NAMES = ("accuracy", "format", "length")
+ACCURACY = "accuracy"
+NAMES = (ACCURACY, "format", "length")
 REFERENCES = ("answer", "solution")  # columns; a row's first that is there counts
 _COMPARISON_S = 5.0  # most for one completion
 _MEMORY_BYTES = 4 * 2**30  # of the process that compares, in addition to what it starts with
@@ -33,12 +34,41 @@ def named_reward(name: str, *, max_new_tokens: int, timeout_s: float) -> Callabl
 
 def missing_columns(name: str, columns: Sequence[str]) -> str | None:
     """What is wrong with the data's `columns`, if anything."""
-    if name != "accuracy" or {*REFERENCES} & {*columns}:
+    if name != ACCURACY or {*REFERENCES} & {*columns}:
         return None
     return (
         f"reward accuracy compares with the column 'answer' or 'solution', and the data have "
         f"{', '.join(map(repr, columns)) or 'no column'} in addition to the prompt: give --map answer=COLUMN"
     )
+
+
+def without_answer(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many of the prompts with these columns have no answer that accuracy can compare, in words; "" if none."""
+    references = [
+        _reference_of(next((row[name] for name in REFERENCES if _is_there(row.get(name))), None)) for row in rows
+    ]
+    missing, unread = references.count(None), 0
+    if importlib.util.find_spec("math_verify") is None:
+        unread = sum(each is not None and not can_be_read(each) for each in references)
+    words = [f"{missing} have none in 'answer' or 'solution'"] * bool(missing)
+    words += [f"{unread} have no number or word, which only the same text equals (math-verify reads more)"] * bool(
+        unread
+    )
+    if not words:
+        return ""
+    return f"{missing + unread} of {len(rows)} prompts have no answer that reward accuracy compares: {'; '.join(words)}"
+
+
+def _is_there(value: Any) -> bool:
+    return value not in (None, "")
+
+
+def _reference_of(row: Any) -> str | None:
+    """The answer in a row's column, of at most LONGEST characters."""
+    if not isinstance(row, (str, int, float)):
+        return None
+    reference = (final_answer(str(row)) or str(row)).strip()
+    return reference if 0 < len(reference) <= LONGEST else None
 
 
 def _text_of(completion: str | list[dict[str, Any]]) -> str:
@@ -76,7 +106,7 @@ class _Accuracy:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         deadline = time.monotonic() + self._seconds
         given = [columns[name] for name in REFERENCES if name in columns]
-        rows = [next((each for each in row if each not in (None, "")), None) for row in zip(*given, strict=True)]
+        rows = [next(filter(_is_there, row), None) for row in zip(*given, strict=True)]
         rows = rows or [None] * len(completions)
         found = [self._compare(*pair, deadline) for pair in zip(rows, completions, strict=True)]
         self._seen, self._open = self._seen + len(found), self._open + found.count(None)
@@ -89,10 +119,7 @@ class _Accuracy:
         return [None if each is None else float(each) for each in found]
 
     def _compare(self, row: Any, completion: Any, deadline: float) -> bool | None:
-        if not isinstance(row, (str, int, float)):
-            return None
-        reference = (final_answer(str(row)) or str(row)).strip()
-        if not reference or len(reference) > LONGEST:
+        if (reference := _reference_of(row)) is None:
             return None
         answer = final_answer(_text_of(completion))
         if answer is None or len(answer) > LONGEST:

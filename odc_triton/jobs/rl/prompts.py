@@ -101,7 +101,7 @@ def _encoded(source: RecordSource, tokenizer: Any, first: int) -> Iterator[tuple
     """(name in errors, prompt, columns, tokens) of each record."""
     encoder, rows = TextEncoder.of(tokenizer), islice(source.rows(), first or None)
     records = [
-        (where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS})
+        (where, prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS})
         for where, row, _ in rows
     ]
     plain = iter(encoder.encode_batch([given for _, given, _ in records if isinstance(given, str)]))
@@ -117,7 +117,8 @@ def _encoded(source: RecordSource, tokenizer: Any, first: int) -> Iterator[tuple
         yield where, given, columns, list(ids)
 
 
-def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
+def prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
+    """The prompt of one row. Raises DataError."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: {kind_of(row)}, not an object with 'prompt', text or messages")
     if row.get("prompt") is None:

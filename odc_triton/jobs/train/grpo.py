@@ -18,6 +18,7 @@ from ...engine.api import engine_of
 from ...packs.enable import innermost
 from ..rl.generation import CompletionEngine
 from ..rl.importance import Importance
+from ..rl.named_rewards import ACCURACY, without_answer
 from ..rl.prompts import Prompts, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
@@ -96,6 +97,8 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
             print(
                 f"{prompts.name}: {len(prompts)} prompts {use}, at most {prompts.longest} tokens{left_out}", flush=True
             )
+            if ACCURACY in options.reward and (said := without_answer([each.columns for each in prompts])):
+                print(f"{prompts.name}: {said}", flush=True)
         if options.overlap_rollout == "auto" and options.needs_phases is not None:
             print(f"all completions are sampled before the update: {options.needs_phases}", flush=True)
         return {"prepared": [each.digest() for each in found]}

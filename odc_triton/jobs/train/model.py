@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from ...base.environment import quiet_bitsandbytes
 from ...checkpoint import meta_causal_lm, with_adapter
 from ...comm.layout import find_units
 from ...optim import adamw8bit
@@ -210,6 +211,7 @@ def check_fit(model: nn.Module, longest: int, largest_token: int, *, remedy: str
 
 def require_peft() -> Any:
     """The peft package. Raises ImportError with the remedy."""
+    quiet_bitsandbytes()
     try:
         import peft
     except ImportError as error:

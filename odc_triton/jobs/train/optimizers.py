@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -36,27 +37,26 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> Optimizer:
 
 
 def make_schedule(options: RunOptions, steps: int) -> Callable[[int], float]:
-    """The factor of the peak learning rate at a step, counted from 0, of `steps`: transformers' schedules.
+    """The factor of the peak learning rate at a step, counted from 0, of `steps`: transformers' schedules. They are
+    written here, as importing theirs also imports PEFT and bitsandbytes.
 
     Their warm-up begins with a step of factor 0, which would be wasted: here it begins with their second one.
     """
-    from transformers import optimization
+    kind, warmup, floor = options.schedule, options.warmup_steps, options.lr_floor
+    decay = min(max(steps // 10, 1), max(steps - warmup, 0)) if kind == "wsd" else steps - warmup
+    decay_start = steps - decay
 
-    warmup = {"num_warmup_steps": options.warmup_steps}
-    ends = {"num_training_steps": steps}
-    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # they need one, and only their factors are used
-    if options.schedule == "cosine":
-        made = optimization.get_cosine_with_min_lr_schedule_with_warmup(
-            unused, **warmup, **ends, min_lr_rate=options.lr_floor
-        )
-    elif options.schedule == "wsd":
-        decay = min(max(steps // 10, 1), max(steps - options.warmup_steps, 0))
-        made = optimization.get_wsd_schedule(
-            unused, **warmup, **ends, num_decay_steps=decay, min_lr_ratio=options.lr_floor
-        )
-    elif options.schedule == "linear":
-        made = optimization.get_linear_schedule_with_warmup(unused, **warmup, **ends)
-    else:
-        made = optimization.get_constant_schedule_with_warmup(unused, **warmup)
-    (factor,) = made.lr_lambdas
-    return lambda step: factor(step + (step < options.warmup_steps))
+    def from_floor(factor: float) -> float:
+        return factor * (1.0 - floor) + floor
+
+    def factor_at(step: int) -> float:
+        if step < warmup:
+            factor = (step + 1) / warmup
+            return from_floor(factor) if kind == "wsd" else factor
+        if kind == "constant" or step < decay_start:
+            return 1.0
+        if kind == "linear":
+            return max(0.0, (steps - step) / max(1, decay))
+        return from_floor(0.5 * (1.0 + math.cos(math.pi * (step - decay_start) / max(1, decay))))
+
+    return factor_at

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 from ..options.options import REQUIRED, flag, option
 from .sample_options import SampleOptions
 
-_NOT_OF_PAIRS = ("teacher", "split_sequences")
+_NOT_OF_PAIRS = ("teacher", "split_sequences")  # and those that go with them
+_GO_WITH_THEM = ("teacher_beta", "teacher_temperature", "teacher_weight", "split_tokens", "split_cuts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class PairOptions(SampleOptions):
 
     per_rank: ClassVar[str] = "pairs_per_rank"
     free: ClassVar[frozenset[str]] = SampleOptions.free | {"share_prefixes"}
+    hidden: ClassVar[frozenset[str]] = frozenset((*_NOT_OF_PAIRS, *_GO_WITH_THEM))
     pairs: ClassVar[bool] = True
 
     def _check_contradictions(self) -> None:

@@ -25,10 +25,10 @@ from ..data.templates import with_template
 from ..data.tokenizer import read_tokenizer
 from ..options.config_file import write_config
 from ..options.options import flag
-from .metrics import Metrics, read_metrics
+from .metrics import Metrics
 from .model import build_model, frozen_options, require_peft
 from .push import require_hub
-from .run_folder import RunFolder, require_same
+from .run_folder import RunFolder, report_ended, require_same
 from .run_options import RunOptions
 from .trackers import require_trackers
 
@@ -109,7 +109,7 @@ def take_folder(
             identity = identity_of(options, folder, mesh.size(), mesh.device_type)
             changed = _check_resumed(options, folder, identity)  # before all the data are read
             if folder.goes_on(options.resume) and folder.has_ended(identity):
-                return {"ended": _ended(folder, options, changed)}
+                return {"ended": report_ended(folder, options, changed)}
             made = read(folder)
             identity |= {"prepared": made["prepared"]}
             resumes = folder.take(identity, resume=options.resume)
@@ -127,20 +127,6 @@ def take_folder(
         folder.release()
         raise HasEnded(made["ended"])
     return made, folder if grid_of(mesh).rank == 0 else None
-
-
-def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
-    """The last metrics of a run that is over. Says so. `changed`: options, in words."""
-    (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
-    written = folder.file("adapter" if options.lora_rank else "model")
-    print(
-        f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
-        f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
-        + ", or after an early end another --early-stopping" * bool(options.early_stopping)
-        + f"; no step is left for what was changed: {changed}" * bool(changed),
-        flush=True,
-    )
-    return metrics
 
 
 # The errors of `on_rank_0` on the other ranks: the first of these that rank 0's error is an instance of.

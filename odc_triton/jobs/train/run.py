@@ -208,10 +208,12 @@ class Run(ABC):
         trained, total = sum(n for p, n in elements.items() if p.requires_grad), sum(elements.values())
         found = (options.checkpoint_every, "steps"), ((options.checkpoint_interval_s or 0) / 60, "minutes")
         every = " and ".join(f"every {number:g} {unit}" for number, unit in found if number) or "none"
-        warms = f", all of them warm-up (--warmup-steps is {options.warmup_steps})"
+        much = "all" if options.warmup_steps >= self.steps else f"{options.warmup_steps}"
+        is_long = 3 * options.warmup_steps > self.steps
+        warms = f", {much} of them warm-up (--warmup-steps is {options.warmup_steps})" * is_long
         return (
             f"{trained:,} of {total:,} parameters, ranks: {self.engine.world} ({self.engine.heap.device.type}), "
-            f"{options.dtype}, steps: {self.steps}{warms * (options.warmup_steps >= self.steps)}, checkpoints: {every}"
+            f"{options.dtype}, steps: {self.steps}{warms}, checkpoints: {every}"
         )
 
     def end_in_words(self) -> str:

@@ -1,4 +1,4 @@
-"""A run's folder: the identity of its run, and a lock so that one job at a time writes to it."""
+"""A run's folder: the identity of its run, and a lock so that one job at a time writes to it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ...base.files import link_or_copy, remove_left, require_replaceable
-from ...checkpoint.folder import unfinished
-from ..checkpoints.steps import newest_in
 from ..data.store import contents
 from ..options.options import flag
 from .grpo_options import GrpoOptions
-from .metrics import read_metrics
+from .metrics import Metrics, read_metrics
 from .pairs_options import DpoOptions, OrpoOptions, RewardOptions
 from .run_options import PATHS, RunOptions
 from .sft_options import SftOptions
@@ -40,9 +38,13 @@ class RunFolder:
     def lock(self, *, resume: str) -> None:
         """Creates the folder, locks it for this job, and removes partial files of a killed job.
 
-        Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming
-        that one, OSError if it can't be written, or the model can't be in the end.
+        Raises BlockingIOError while another job writes to it, FileExistsError for a model's folder, and a run's unless
+        resuming that one, OSError if it can't be written, or the model can't be in the end.
         """
+        if not self.file("run.json").exists() and any(self.path.glob("*.safetensors")):
+            raise FileExistsError(
+                f"{self.path} is a model's folder, and a run writes its model into a folder in --out: give another one"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -55,8 +57,10 @@ class RunFolder:
             self.release()
             raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
         if self._holds_run() and not self.goes_on(resume):
-            self.release()
-            raise FileExistsError(self._refusal(resume))
+            try:
+                raise FileExistsError(self._refusal(resume))
+            finally:
+                self.release()
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
             if found := _UNFINISHED.fullmatch(path.name):
                 remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
@@ -73,7 +77,12 @@ class RunFolder:
                 f"--resume {resume} is not the newest checkpoint of the run in {self.path}, and going back would lose "
                 f"what came after it: give another --out, for a branch, or --resume auto to go on"
             )
-        return f"{self.path} holds another run: continue it with --resume auto, or give another --out"
+        if step := self.ended_step:
+            return (
+                f"{self.path} holds a run that has ended after step {step}: give another --out, or --resume auto with "
+                f"more --steps to train on"
+            )
+        return f"{self.path} holds a run already: continue it with --resume auto, or give another --out"
 
     def goes_on(self, resume: str) -> bool:
         """After `lock`: True if `resume` continues a run here where it stands: it is auto, the newest checkpoint, or
@@ -81,6 +90,8 @@ class RunFolder:
         """
         if resume in ("auto", "never") or not self._holds_run():
             return resume == "auto"
+        from ..checkpoints.steps import newest_in
+
         with contextlib.suppress(OSError, ValueError):
             newest, path = newest_in(self.file("checkpoints")), os.path.realpath(resume)
             return path in (self.branch, newest and os.path.realpath(newest))
@@ -100,6 +111,8 @@ class RunFolder:
             record["branch"] = os.path.realpath(resume)
         self._write(record | {"identity": identity})
         if not resumes and "branch" in record:
+            from ...checkpoint.folder import unfinished
+
             own = self.file("checkpoints") / Path(record["branch"]).name
             own.parent.mkdir(exist_ok=True)
             link_or_copy(record["branch"], made := unfinished(own, "saving"))
@@ -187,6 +200,20 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def report_ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
+    """The last metrics of a run that is over. Says so. `changed`: options, in words."""
+    (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
+    written = folder.file("adapter" if options.lora_rank else "model")
+    print(
+        f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
+        f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
+        + ", or after an early end another --early-stopping" * bool(options.early_stopping)
+        + f"; no step is left for what was changed: {changed}" * bool(changed),
+        flush=True,
+    )
+    return metrics
 
 
 def _length(identity: dict[str, Any]) -> list[Any]:

@@ -189,6 +189,7 @@ class RunOptions:
     )
     # Only one of each may be set.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model", "init"),)
+    hidden: ClassVar[frozenset[str]] = frozenset()  # not in --help, as they are refused
     job: ClassVar[str]  # the word after `odc-triton train`
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
     shortens: ClassVar[str]  # the options that do so to long samples

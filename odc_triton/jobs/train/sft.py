@@ -171,7 +171,9 @@ def prepare(options: SampleOptions, *, mesh: DeviceMesh, data: Path | None = Non
         parts = [split_samples(each, options.eval_fraction, **how) for each in learned]
         learned, evaluation = map(list, zip(*parts, strict=True))
         if folder is not None:
-            print(f"{sum(map(len, evaluation))} samples are held out, {sum(map(len, learned))} are learned", flush=True)
+            things, each = ("pairs", 2) if options.pairs else ("samples", 1)
+            held_out, others = (sum(map(len, sets)) // each for sets in (evaluation, learned))
+            print(f"{held_out} {things} are held out, {others} are learned", flush=True)
     mix = mix_of(options, [len(each) // (1 + options.pairs) for each in learned], world)
     data = _joined(learned, mix.copies)
     return Prepared(
@@ -224,23 +226,23 @@ def tokenize(options: SampleOptions, folder: Path, ranks: int, reader: Any = Non
                 wanted,
                 folder=folder,
                 columns=options.columns,
-                progress=_now_and_then(source),
+                progress=_now_and_then(source, 1 + options.pairs),
             )
             seen = "" if data.images is None else f"; {sum(map(bool, data.images))} of the samples have images"
-            print(f"{source}: {data.summary}{seen}", flush=True)
+            print(f"{source}: {data.summary.in_words(pairs=options.pairs)}{seen}", flush=True)
             paths.append(data.path)
     return paths
 
 
-def _now_and_then(source: str) -> Callable[[int], None]:
-    """Prints the progress of preparing `source`, every `_REPORT_S` seconds."""
+def _now_and_then(source: str, of_a_row: int) -> Callable[[int], None]:
+    """Prints the progress of preparing `source`, every `_REPORT_S` seconds. `of_a_row`: records."""
     reported_s = time.monotonic()
 
     def report(records: int) -> None:
         nonlocal reported_s
         if time.monotonic() - reported_s >= _REPORT_S:
             reported_s = time.monotonic()
-            print(f"{source}: {records} records prepared", flush=True)
+            print(f"{source}: {records // of_a_row} records prepared", flush=True)
 
     return report
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ... import __version__
 from ...base.environment import joined_world
-from ...base.errors import in_a_line
+from ...base.errors import TRACEBACK, in_a_line
 from ...jobs.options.names import by_another_name, instead
 from ...jobs.options.options import Parser, expanded
 from .start import default_ranks, ending_at_once, join_job, report_stopped, start_job
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        print(f"odc-triton: {in_a_line(error)}", file=sys.stderr)
+        text, mark, trace = in_a_line(error).partition(TRACEBACK)
+        print(f"{mark}{trace}\nodc-triton: {text}".lstrip(), file=sys.stderr)  # what it comes to is the last line
         return 1
 
 
@@ -184,10 +185,13 @@ def _imported(name: str) -> Any:
     return getattr(import_module(module, __package__), own)
 
 
-def _train(job: str, ranks: int | None, wanted: Any) -> int:
+def _train(job: str, ranks: int, wanted: Any) -> int:
     if joined_world() is not None:
         join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted)
-    start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
+    from ...jobs.train.first_look import is_over
+
+    if not is_over(wanted, ranks):
+        start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
     return 0
 
 

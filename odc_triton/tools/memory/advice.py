@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ...base.errors import in_a_line
+from ...base.errors import TRACEBACK, in_a_line
 from ...jobs.options.options import flag
 from ...jobs.train.run_options import RunOptions
 
@@ -32,7 +32,8 @@ def advising(options: Any, ranks: int) -> Iterator[None]:
                 advice = _advice(options, ranks)
         if not advice:
             raise
-        raise RuntimeError(f"{said.removesuffix('.')}.\n{advice}") from error
+        text, mark, trace = said.partition(TRACEBACK)
+        raise RuntimeError(f"{text.removesuffix('.')}.\n{advice}{mark}{trace}") from error
 
 
 def _advice(options: RunOptions, ranks: int) -> str:
