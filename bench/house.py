@@ -69,20 +69,20 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (9_230, 7_000),
-    "from . import use_odc": (9_920, None),
-    "from . import replace_layers": (3_350, None),
-    "from .balance import MinibatchSampler": (3_690, None),
-    "from .hf import enable_packing, summed_loss": (10_940, None),
-    "from .hf import ODCTrainer": (24_640, None),
-    "from .jobs.train import sft": (33_960, None),
-    "from .jobs.train import grpo": (36_050, None),
+    "from . import fully_shard, minibatch": (9_260, 7_000),
+    "from . import use_odc": (9_930, None),
+    "from . import replace_layers": (3_400, None),
+    "from .balance import MinibatchSampler": (3_780, None),
+    "from .hf import enable_packing, summed_loss": (11_010, None),
+    "from .hf import ODCTrainer": (24_920, None),
+    "from .jobs.train import sft": (34_530, None),
+    "from .jobs.train import grpo": (36_630, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {
     "scalars": (6, None),
     "exact sums": (14, None),
-    "split sequences": (31, 16),
+    "split sequences": (32, 16),
     "hybrids": (25, None),
     "shared prefixes": (24, 10),
     "images": (31, 16),

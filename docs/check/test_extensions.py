@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_every_command_and_option_is_described() -> None:
     assert {"odc-triton train sft", "odc-triton data inspect", "odc-triton doctor"} <= pages.keys()
     for parser, text in pages.values():
         for action in parser._actions:
-            names = [name for name in action.option_strings if action.dest != "help"]
+            hidden = action.dest == "help" or action.help == argparse.SUPPRESS
+            names = [] if hidden else action.option_strings
             assert all(f"{name}" in text for name in names)
             assert plain((action.help or "").split("%")[0]) in text or not names

@@ -62,8 +62,8 @@ class MinibatchSampler:
         epoch takes each sample once.
     relatives: `find_relatives` of the data set (balance "mini"): what samples share is computed once in each pack that
         has several of them, so packs may hold a `Segment` with a `parent`. Another order of samples than without:
-        families are shuffled, not samples, so relatives are learned in the same step. A family larger than a minibatch
-        goes over several; what so many samples share that several meet in any minibatch does not make them a family.
+        prefix groups are shuffled, not samples, so a group is trained on in one step. A group larger than a minibatch
+        goes over several. A prefix that so many samples share that any minibatch has several does not make a group.
 
     Raises ValueError for any value out of range, for `relatives` of other samples, and, unless `balance` is "mini" or
     "queue", for a last minibatch that the ranks cannot share equally.
@@ -216,7 +216,7 @@ class MinibatchSampler:
 
         state: what `state_dict` returned.
 
-        Raises ValueError for missing or unknown keys, other samples, other relatives or another minibatch size, and a
+        Raises ValueError for missing or unknown keys, other samples, other prefix groups or another minibatch size, and a
         position outside the epoch; the position is then unchanged.
         """
         own = self.state_dict()

@@ -78,7 +78,7 @@ def test_the_commands_of_the_readme_run_as_they_stand(tmp_path: Path) -> None:
     edited = r"sed -i 's/^model:.*/model: small/; s/^data:.*/data: pairs.jsonl/' dpo.yaml"
     for line, (name, left) in zip(lines, COMMANDS.items(), strict=True):
         line = line.replace("--ranks 8", "--ranks 2").replace("Qwen/Qwen3-8B", "small").replace("MODEL", "small")
-        line = line.replace("&&", f"&& {edited} &&")
+        line += f"&& {edited}" * (name == "new dpo")
         done = subprocess.run(
             ["bash", "-euc", line],
             cwd=tmp_path,
