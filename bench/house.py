@@ -98,9 +98,9 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "exit": (8, None),
     "step": (7, None),
     "a step of ODCTrainer": (28, 18),
-    "a step of train sft": (39, 23),
-    "a step of train grpo": (54, 34),
-    "a step of train grpo, overlapped": (54, 34),
+    "a step of train sft": (40, 23),
+    "a step of train grpo": (55, 34),
+    "a step of train grpo, overlapped": (55, 34),
 }
 
 _IDENTIFIER = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg"} | dict.fromkeys(

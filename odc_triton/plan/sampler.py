@@ -216,8 +216,8 @@ class MinibatchSampler:
 
         state: what `state_dict` returned.
 
-        Raises ValueError for missing or unknown keys, other samples, other prefix groups or another minibatch size, and a
-        position outside the epoch; the position is then unchanged.
+        Raises ValueError for missing or unknown keys, other samples, other prefix groups or another minibatch size, and
+        a position outside the epoch; the position is then unchanged.
         """
         own = self.state_dict()
         if state.get("relatives") != own.get("relatives"):

@@ -47,6 +47,7 @@ def test_readme_is_one_page_and_one_block_is_a_whole_file() -> None:
 # By command: what it leaves in out/.
 COMMANDS = {
     "train sft": "run/model",
+    "new dpo": None,
     "train dpo": "dpo/model",
     "train grpo": "rl/model",
     "run ": None,
