@@ -17,14 +17,17 @@ rank = dist.get_rank()
 for step in range(3):
     lengths = (30, 7, 19) if rank == 0 else (50,)  # any number of microbatches on each rank, or none
     packs = [torch.randint(0, 256, (1, length), device=model.device) for length in lengths]
+    summed = torch.zeros((), device=model.device)
     with minibatch(model, tokens=sum(p.numel() - 1 for p in packs)) as mb:
         for ids in packs:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss * (ids.numel() - 1)
             (loss / mb.tokens).backward()  # mb.tokens: target tokens of all ranks together
+            summed += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    print(f"rank {rank}, step {step}: loss {loss.item() / (ids.numel() - 1):.3f}")
+    dist.all_reduce(summed)
+    print(f"rank {rank}, step {step}: loss {summed.item() / mb.tokens:.3f}")
 
 if rank == 0:
     save_pretrained(model, "out/model", overwrite=True)  # a folder for plain transformers
