@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -60,10 +62,18 @@ def _command(file: Path) -> list[str]:
     return file.read_text().splitlines()[0].removeprefix("# odc-triton ").split()
 
 
+@contextmanager
+def _started() -> Iterator[mock.Mock]:
+    """What starts a job, which does nothing within; models and data are on the hub, and not looked at."""
+    with mock.patch("odc_triton.jobs.train.first_look.is_over", return_value=False):
+        with mock.patch("odc_triton.tools.cli.command.start_job") as start:
+            yield start
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda p: p.stem)
 def test_its_first_lines_are_a_command_and_the_hardware(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent.parent)
-    with mock.patch("odc_triton.tools.cli.command.start_job") as start:
+    with _started() as start:
         assert main(_command(file)) == 0
     assert start.call_args.args[2].out == f"out/{file.stem}"
     assert "Sized for" in file.read_text().splitlines()[1]
@@ -97,7 +107,7 @@ def test_a_new_file_is_accepted(
     assert main(["new", job]) == 0
     text, printed = Path(f"{job}.yaml").read_text(), capsys.readouterr().out
     assert printed.endswith(f": odc-triton train {job} --config {job}.yaml\n")
-    with mock.patch("odc_triton.tools.cli.command.start_job") as start:
+    with _started() as start:
         main(printed.partition(": odc-triton ")[2].split())
     wanted, said = start.call_args.args[2], " ".join(text.replace("\n# ", " ").split())
     for entry in fields(wanted):
