@@ -178,7 +178,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     assert "\r" not in done.stderr, "lines, and no bar, where there is no terminal"
     assert "5/5" in done.stderr
     size = f"{sum(each.numel() for each in _model().parameters()):,}"
-    warms = "all of them warm-up (--warmup-steps is 10)"
+    warms = "2 of them warm-up (--warmup-steps is 2)"
     said = f"{size} of {size} parameters, ranks: 2 (cpu), fp32, steps: 5, {warms}, checkpoints: every 10 minutes\n"
     assert said in done.stdout
     written = read_config(tmp_path / "out" / "run.yaml", SftOptions, ranks=int)
