@@ -43,7 +43,8 @@ for step, packs in enumerate(packs for _ in range(20) for packs in sampler):
     optimizer.step()
     optimizer.zero_grad()
     if rank == 0 and step % 10 == 0:
-        print(f"step {step}: loss {report.loss:.3f}, {report.sums['likely']:.0f} of {report.terms} tokens are likely")
+        likely = f"{report.sums['likely']:.0f} of {report.terms} tokens are likely"
+        print(f"step {step}: loss {report.loss:.3f}, {likely}")
 found = evaluate(model.eval(), sampler, Focal(), collate=collate)
 if rank == 0:
     print(f"evaluation: loss {found.loss / found.terms:.3f}")

@@ -120,7 +120,8 @@ def run_step(
     shard of the gradient of the objective's loss over all ranks, and the optimizer may step. Zeros if nobody learned.
 
         for packs in sampler:
-            report = run_step(model, packs, CrossEntropy(), collate=lambda pack: pack_collate([dataset[pack]])[0])
+            collate = lambda pack: pack_collate([dataset[pack]])[0]
+            report = run_step(model, packs, CrossEntropy(), collate=collate)
             optimizer.step()
             optimizer.zero_grad()
 

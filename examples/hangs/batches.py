@@ -18,5 +18,6 @@ for step in range(2):
         model(torch.full((4, 8), batch + step + 1.0)).square().mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    print(f"rank {rank}, step {step}: {3 - rank} batches, gradient norm {norm.full_tensor():.4f}", flush=True)
+    norm = norm.full_tensor()
+    print(f"rank {rank}, step {step}: {3 - rank} batches, gradient norm {norm:.4f}", flush=True)
 dist.destroy_process_group()

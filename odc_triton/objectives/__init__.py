@@ -6,7 +6,8 @@
             return my_loss(logits, targets).sum() / terms.number, {}
 
     for packs in sampler:  # which knows `targets`
-        report = run_step(model, packs, Mine(), collate=lambda pack: pack_collate([dataset[pack]])[0])
+        collate = lambda pack: pack_collate([dataset[pack]])[0]
+        report = run_step(model, packs, Mine(), collate=collate)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -69,7 +69,7 @@ class SampleSums:
         this rank's tokens. They have the same bits on all ranks, and no gradients. `group_of`: of a sample, for sums by
         group.
 
-            chosen, rejected = found[pair]  # rank 0 gave [-3.0, 0.0] and rank 1 [-1.0, -2.5]: both get [-4.0, -2.5]
+            chosen, rejected = found[pair]  # of [-3.0, 0.0] and [-1.0, -2.5] both ranks get [-4.0, -2.5]
             logp = own[pair] + (found[pair] - own[pair]).detach()  # the sums' values, this rank's tokens' gradients
 
         A loss made of these is there on each of the ranks: report it on one, or divided among them.

@@ -271,7 +271,8 @@ img { width: 100%; height: auto; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid #d5d5d5; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+dl { display: grid; grid-template-columns: fit-content(40%) 1fr; gap: .2rem 1rem; }
+dt { overflow-wrap: anywhere; }
 dd { margin: 0; overflow-wrap: anywhere; grid-column: 2; }
 summary { cursor: pointer; }
 """

@@ -201,7 +201,8 @@ def memory_plan(
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated.
 
-        print(memory_plan(model, 8, backend="cuda", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        print(memory_plan(model, 8, backend="cuda", mp_policy=policy))
 
     Sizes come from shapes and dtypes alone. Not counted: temporary memory inside of kernels and layers, the allocator's
     unused blocks, and the context of CUDA and its libraries.
