@@ -49,7 +49,7 @@ BIAS_BLOCK_S, BIAS_BLOCK_N = 32, 128  # of a program that sums a bias's gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """[.., N] to [.., N / 2] features: silu(g) * u.
+    """Gated activation: maps N features to N / 2, silu(g) * u.
 
     limit: as gpt-oss has it: g is clamped from above and u to ±limit, and the result is g * sigmoid(alpha * g) * (u +
         1).
@@ -275,8 +275,8 @@ def grouped_linear(
     offsets = [0, 1, 3] give out = [[2, 5], [7, 14], [2, 4]]: row 0 by rank 0's expert, rows 1 and 2 by rank 1's.
 
     Rows before offsets[0] and from offsets[E] on are neither read nor written, so a part of the experts may be given
-    with its part of offsets. Shards of a world E with an expert each make a table of their addresses; its `rank` is the
-    expert that comes first.
+    with its part of offsets. To start from separate expert tensors, build PeerShards with one expert per owner; `rank`
+    is the expert to process first.
 
     x: [S, K], sorted by expert; S may be 0.
     offsets: int32 [E + 1] on the same device, ascending: expert e has the rows from offsets[e] to offsets[e + 1].

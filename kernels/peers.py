@@ -45,7 +45,7 @@ class PeerShards:
     near: the owners whose memory is on the kernels' own device; the rows of all others cross a link.
     shards: the rows, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive. Kernels don't
         need it.
-    exact: of int64 shards, to which kernels add integers.
+    exact: scale and overflow state, if the shards are int64 sums.
     """
 
     table: torch.Tensor

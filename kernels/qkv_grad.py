@@ -147,7 +147,7 @@ def qkv_dx_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvGradients:
-    """Targets of gradients, None if not needed. The shards are added to; the tensors are overwritten.
+    """Targets of gradients, None if not needed. Adds to the PeerShards; overwrites the plain tensors.
 
     wq, wk, wv, bq, bk, bv: the owners' gradient shards, shaped as the weights, maybe over another number of owners.
     dx: [T, K] of x's dtype.

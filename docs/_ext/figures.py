@@ -39,7 +39,8 @@ def inline(app: Sphinx, page: str, source: list[str]) -> None:
         words = escape(found["words"])
         return f"<details>\n<summary>{words}</summary>\n\n{path.read_text(encoding='utf-8').strip()}\n\n</details>\n"
 
-    measured = ", ".join(f"{file} ({', '.join(commits(file))})" for file in files(source[0]))
+    found = ((file, ", ".join(commits(file))) for file in files(source[0]))
+    measured = ", ".join(f"{file} ({commit})" if commit else file for file, commit in found)
     source[0] = _TABLE.sub(table, _IMAGE.sub(figure, _MARK.sub("", source[0])))
     if measured:
         source[0] += (

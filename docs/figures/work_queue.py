@@ -31,5 +31,5 @@ def table(data: dict) -> str:
         ratios = [f"{row[name]:.3f}" for name in ("ratio", "ratio_simulated", "ratio_best")]
         rows.append([NAMES[row["lengths"]], f"{row['samples_per_rank']}", slow, *seconds, *ratios])
     columns = ("lengths", "samples per rank", "slow rank", "LB-Mini s", "queue s")
-    made = f"Bound: the longest sample on a fast rank. {data['hardware']}; commit {data['commit'][:7]}."
-    return f"{markdown((*columns, 'queue is faster by', 'simulated', 'bound'), rows)}\n{made}\n"
+    made = f"Ideal: the longest sample on a fast rank. {data['hardware']}; commit {data['commit'][:7]}."
+    return f"{markdown((*columns, 'speed over LB-Mini', 'simulated', 'ideal'), rows)}\n{made}\n"

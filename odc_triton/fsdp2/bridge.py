@@ -67,7 +67,8 @@ def use_odc(
         reduces, as it does by itself where parameters have post-accumulate-grad hooks.
     divide_factor: what gradients are divided by. By default what `set_gradient_divide_factor` said, else FSDP2's
         default, the number of ranks; with `minibatch(model, tokens=…)` 1.
-    timeout: how late a live rank may be at a barrier, a timedelta or seconds; a dead rank is named within seconds.
+    timeout: how late a live rank may be at a barrier, a timedelta or seconds. Ranks notice a dead peer at their next
+        microbatch or barrier, on another machine only at a barrier.
     backend: as in `odc_triton.fully_shard`.
 
     Returns `model`. Raises TypeError for a model that torch's `fully_shard` has not sharded, NotImplementedError or

@@ -81,8 +81,8 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     they are: a step, or `publish`, after another one was activated, merged, disabled or scaled raises RuntimeError.
 
     model: what `fully_shard` returned.
-    max_lag: seconds for which a reader may hold the next weight update back, after several reads that updates met; one
-        that takes longer is dropped, with a warning.
+    max_lag: how long a reader may delay the next weight update after repeated torn reads, in seconds; a reader that
+        takes longer is dropped, with a warning.
 
     Returns the offer, whose `address` readers need. Raises TypeError for a model that is not sharded, ValueError for
     another `max_lag`, NotImplementedError on GPUs.

@@ -112,7 +112,7 @@ class PolicyReader:
         """Calls `take` on (name, tensor) of one version, which `self.version` is then.
 
         Tensors are views of the ranks' memory where they can be, read-only: `take` copies what it needs, and is called
-        again if a rank published meanwhile. After several such reads the ranks hold the next weight update back.
+        again if a rank published meanwhile. After repeated torn reads the ranks delay the next weight update.
 
         Returns what `take` returns. Raises PolicyUnavailable if the job ended, or dropped this reader because `take`
         took too long.

@@ -91,8 +91,8 @@ def fully_shard(
         all units but the root. An int counts as True. No effect on the CPU backend, where whole parameters are views.
     ignored_params: stay as they are on every rank.
     backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU.
-    timeout: how late a live rank may be at a barrier, a timedelta or seconds. A rank whose process is gone is named
-        within seconds.
+    timeout: how late a live rank may be at a barrier, a timedelta or seconds. Ranks notice a dead peer at their next
+        microbatch or barrier, on another machine only at a barrier.
     debug: catch collectives inside a minibatch.
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may

@@ -222,9 +222,9 @@ def memory_plan(
     optimizer: "adamw", "adamw-8bit", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest)
         or "none".
     backend: "auto" is "cuda" if torch sees a GPU, else "cpu": on a machine without one, give "cuda" to plan for GPUs.
-        On "cpu" gathering is a view; on "cuda" what layers of `replace_layers` read from the owners, an embedding or a
-        head, or others by their `choice`, is never whole; nor is its gradient, but of a linear layer or experts without
-        "triton/fused". It matters to ODC only.
+        On "cpu" gathering is a view. On "cuda", weights that replaced layers (`replace_layers`) read from their owners
+        are never gathered. Their gradients are not materialized either, except for linear layers and experts without
+        "triton/fused". The backend matters to ODC only.
     tokens_per_microbatch: for the activations; 0 leaves them out.
     gradient_checkpointing: activations are those of blocks that are computed again in the backward.
     split_tokens: what `enable_split` is given; 0: no sequence is split. Activations are then larger; of hybrids, those
@@ -234,9 +234,9 @@ def memory_plan(
     exact, expert_cache_bytes: what `fully_shard` is given. Experts are kept on "cuda" only.
     checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
 
-    Returns the plan, in bytes; printed it is in GB (10^9 bytes). Raises ValueError for world or replicas < 1, run_ranks
-    that `world` has not or with replicas, what is for ODC only with FSDP2, negative tokens, an unknown name, or a model
-    without parameters.
+    Returns the plan, in bytes; printed it is in GB (10^9 bytes). Raises ValueError for world or replicas < 1, if
+    run_ranks exceeds world or is combined with replicas, for ODC-only options with scheme="fsdp2", negative tokens, an
+    unknown name, or a model without parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")
