@@ -351,50 +351,34 @@ def _sum_up(
 
 _PRODUCT_OPS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "matmul", "linear", "dot", "grouped_mm")
 _PRODUCT_KERNELS = ("gemm", "cutlass", "nvjet", "xmma", "splitk", "gemv")
+_STARTS = (("odc.accumulate", ACCUMULATE), ("odc.gather", GATHER), ("Optimizer.step", OPTIMIZER), ("odc::", KERNELS))
+_OUR_CATEGORIES = {
+    **dict.fromkeys(("scatter_kernel", "add_block_kernel"), ACCUMULATE),
+    **dict.fromkeys(("gather_kernel", "gather_many_kernel"), GATHER),
+    **dict.fromkeys(("set_flags_kernel", "await_flags_kernel"), BARRIERS),
+}
 _ATTENTION_WORDS = ("scaled_dot_product", "flash", "fmha", "varlen_attn", "_efficient_attention")
 
 
 def category_of_operator(name: str) -> str | None:
     """The category of a torch operator, or a named range; None if the enclosing range decides."""
-    if name == "odc.accumulate":
-        return ACCUMULATE
-    if name == "odc.gather":
-        return GATHER
-    if name.startswith("Optimizer.step"):
-        return OPTIMIZER
-    if name.startswith("odc::"):
-        return KERNELS
+    for start, category in _STARTS:
+        if name.startswith(start):
+            return category
     short = name.removeprefix("aten::").removeprefix("mkldnn::")
-    if name.startswith(("aten::", "mkldnn::")) and short.strip("_") in _PRODUCT_OPS:
+    if name != short and short.strip("_") in _PRODUCT_OPS:
         return PRODUCTS
-    if any(word in name for word in _ATTENTION_WORDS):
-        return ATTENTION
-    return None
-
-
-_OUR_CATEGORIES = {
-    "scatter_kernel": ACCUMULATE,
-    "add_block_kernel": ACCUMULATE,
-    "gather_kernel": GATHER,
-    "gather_many_kernel": GATHER,
-    "set_flags_kernel": BARRIERS,
-    "await_flags_kernel": BARRIERS,
-}
+    return ATTENTION if any(word in name for word in _ATTENTION_WORDS) else None
 
 
 def category_of_kernel(name: str, ours: frozenset[str]) -> str:
     """The category of a kernel or a copy on a GPU. `ours`: the names of this project's Triton kernels."""
-    lower = name.lower()
-    if name in _OUR_CATEGORIES:
-        return _OUR_CATEGORIES[name]
     if name in ours:
-        return KERNELS
-    if any(word in lower for word in _ATTENTION_WORDS):
-        return ATTENTION
-    if any(word in lower for word in _PRODUCT_KERNELS):
-        return PRODUCTS
-    if "adam" in lower:
-        return OPTIMIZER
+        return _OUR_CATEGORIES.get(name, KERNELS)
+    lower = name.lower()
     if lower.startswith("memcpy"):
         return GATHER
+    for words, category in ((_ATTENTION_WORDS, ATTENTION), (_PRODUCT_KERNELS, PRODUCTS), (("adam",), OPTIMIZER)):
+        if any(word in lower for word in words):
+            return category
     return OTHER
