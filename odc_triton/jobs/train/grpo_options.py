@@ -102,13 +102,8 @@ class GrpoOptions(RunOptions):
     per_rank: ClassVar[str] = "prompts_per_rank"
     shortens: ClassVar[str] = "--drop-long, or lower --max-new-tokens"
     free: ClassVar[frozenset[str]] = RunOptions.free | {
-        "share_prefixes",
-        "eval_samples",
-        "show_every",
-        "decode_at_once",
-        "reward_timeout_s",
-        "vllm_server",
-        "vllm_memory",
+        *("share_prefixes", "eval_samples", "show_every", "decode_at_once"),
+        *("reward_timeout_s", "vllm_server", "vllm_memory"),
     }
     adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {
         *("temperature", "clip", "clip_high", "importance_cap", "mask_truncated", "pass_reward", "reward_weight"),

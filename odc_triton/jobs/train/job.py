@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -76,11 +75,8 @@ def train(
     options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
     metrics = _train(options, mesh, prepare, start, on_metrics, among)
     if (repo_id := options.push_to_hub) is not None:
-        folder, how = (
-            Path(options.out) / ("adapter" if options.lora_rank else "model"),
-            {"private": options.hub_private},
-        )
-        on_rank_0(lambda: {"address": push_folder(folder, repo_id, **how)}, mesh, timeout)
+        folder, private = options.model_folder, options.hub_private
+        on_rank_0(lambda: {"address": push_folder(folder, repo_id, private=private)}, mesh, timeout)
     return metrics
 
 

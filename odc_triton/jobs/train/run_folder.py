@@ -205,10 +205,9 @@ class RunFolder:
 def report_ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     """The last metrics of a run that is over. Says so. `changed`: options, in words."""
     (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
-    written = folder.file("adapter" if options.lora_rank else "model")
     print(
-        f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
-        f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
+        f"the run in {folder.path} has ended after step {metrics['step']}: {options.model_folder} has its weights. "
+        f"Nothing was changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
         + ", or after an early end another --early-stopping" * bool(options.early_stopping)
         + f"; no step is left for what was changed: {changed}" * bool(changed),
         flush=True,

@@ -321,6 +321,11 @@ class RunOptions:
         return columns_of(self.map)
 
     @property
+    def model_folder(self) -> Path:
+        """Where the run writes its model, or its adapters."""
+        return Path(self.out) / ("adapter" if self.lora_rank else "model")
+
+    @property
     def checkpoint_interval_s(self) -> float:
         """Most seconds of training without a checkpoint; 0: any."""
         default = 0.0 if self.checkpoint_every else 10.0
