@@ -100,13 +100,8 @@ def options(folder: Path, job: str, **changes: Any) -> PairOptions:
     wanted = {name: value for name, value in vars(case(folder)).items() if name in names}
     wanted |= {"data": (str(folder / "pairs.jsonl"),), "out": str(folder / "out" / job), "pairs_per_rank": 2}
     wanted |= {"model": str(folder / "base"), "init": None, "optimizer": "sgd", "lr": 0.1, "steps": STEPS}
-    wanted |= {
-        "share_prefixes": "auto",
-        "warmup_steps": 0,
-        "schedule": "constant",
-        "token_cap": 400,
-        "clip_norm": 100.0,
-    }
+    wanted |= {"share_prefixes": "auto", "warmup_steps": 0, "schedule": "constant"}
+    wanted |= {"token_cap": 400, "clip_norm": 100.0}
     return KINDS[job](**wanted | changes)
 
 
