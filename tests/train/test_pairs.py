@@ -73,8 +73,6 @@ def test_rows_that_are_none(row: Any, said: str) -> None:
     assert said in str(refused.value)
 
 
-# ---------------------------------------------------------------------- training
-
 STEPS, PER_STEP = 3, 4
 KINDS: dict[str, type[PairOptions]] = {"dpo": DpoOptions, "orpo": OrpoOptions, "reward": RewardOptions}
 Pairs = list[list[tuple[Tensor, int]]]  # of each pair its two samples: tokens [1, T], how many are the prompt's

@@ -131,9 +131,6 @@ def test_with_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         assert "ERROR" not in "".join(capfd.readouterr())
 
 
-# ------------------------------------------------------------------ trackers that fail
-
-
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts trackers whose wandb is another module."""

@@ -57,8 +57,6 @@ class Checkpoints:
                 self._left = sorted(path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name))
                 self._own(wait_s=0)
 
-    # ------------------------------------------------------------------ listing
-
     def all(self) -> list[Path]:
         """All finished ones, in the order of saving. Raises CheckpointCorrupt for a damaged manifest."""
         return _by_age(self.folder)
@@ -84,8 +82,6 @@ class Checkpoints:
     def any_folder(self) -> bool:
         """True if there is a checkpoint, whole or not."""
         return bool(_folders(self.folder))
-
-    # ------------------------------------------------------------------ saving
 
     def save(
         self, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int, prune: bool = True
@@ -137,8 +133,6 @@ class Checkpoints:
                 os.rename(path, going)
             remove_folder(going)
 
-    # ------------------------------------------------------------------ ownership of the folder
-
     def _own(self, wait_s: float) -> None:
         """Takes the folder's lock, and removes leftovers of killed runs. Raises OSError."""
         if self._lock is None:
@@ -161,8 +155,6 @@ class Checkpoints:
                 os.rename(path, original)
             else:
                 remove_folder(path)
-
-    # ------------------------------------------------------------------ loading
 
     def load(self, path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """See `load_checkpoint`. Collective."""

@@ -171,8 +171,6 @@ class GrpoRun(Run):
         vocabulary = innermost(self.model).config.get_text_config().vocab_size
         return RolloutFunction(name, longest=self.prompts.longest, vocabulary=vocabulary)
 
-    # ------------------------------------------------------------------ a step
-
     def train_step(self) -> Metrics | None:
         start_s, step = time.monotonic(), self.state.step
         self.sampler.completions.sync(self.model)
@@ -247,8 +245,6 @@ class GrpoRun(Run):
             temperature=temperature, max_new_tokens=self.options.max_new_tokens, end_tokens=self.end_tokens
         )
 
-    # ------------------------------------------------------------------ evaluation
-
     def evaluate(self) -> Metrics:
         """One greedy completion of each held-out prompt. Empty if the ranks are asked to stop."""
         slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
@@ -288,8 +284,6 @@ class GrpoRun(Run):
             **({f"rewards/{name}": score for name, score in scores.items()} if len(scores) > 1 else {}),
             "ended": one.ended,
         }
-
-    # ------------------------------------------------------------------ numbers
 
     def _of_rollout(self, made: Rollout) -> Metrics:
         rewards = made.totals

@@ -69,8 +69,6 @@ class PairRun(Run):
         self.planner = Planner(limits=limits)
         self._padding = innermost(model).config.get_text_config().pad_token_id
 
-    # ------------------------------------------------------------------ a step
-
     def train_step(self) -> Metrics:
         start_s, step = time.monotonic(), self.state.step
         pairs = in_passes(self.mix, step, self.per_step, seed=f"pairs {self.options.seed}")
@@ -107,8 +105,6 @@ class PairRun(Run):
             groups=[name // 2 for name in names],
         )
         return self.planner.packs(planned, self.engine.rank)
-
-    # ------------------------------------------------------------------ evaluation
 
     def evaluate(self) -> Metrics:
         assert self.evaluation is not None

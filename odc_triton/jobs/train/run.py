@@ -94,8 +94,6 @@ class Run(ABC):
         """The command that starts it."""
         return f"train {self.options.job}"
 
-    # ------------------------------------------------------------------ a step
-
     def teacher_of(self, model: nn.Module | None) -> Teacher | None:
         """`model`, sharded, as the one to learn from, if there is one. After `enable_split` of both."""
         if model is None:
@@ -248,8 +246,6 @@ class Run(ABC):
             )
             text += f" The model is that of step {self.kept_step}, the {which} (--keep-best)."
         return text
-
-    # ------------------------------------------------------------------ what is saved
 
     def position(self) -> dict[str, Any]:
         """All that a checkpoint needs, except shards and random states; the same on every rank; JSON."""

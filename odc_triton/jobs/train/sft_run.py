@@ -132,8 +132,6 @@ class SftRun(Run):
     def _limits(self) -> dict[str, Any]:
         return {"token_cap": self.sampler.token_cap, "cost": self.sampler.cost}
 
-    # ------------------------------------------------------------------ a step
-
     def next_packs(self) -> MinibatchPacks | QueuedPacks:
         """This rank's packs of the next minibatch. Starts a new epoch when one ends."""
         own = next(self._epoch, None)
@@ -159,8 +157,6 @@ class SftRun(Run):
         self.state.sampler = place = self.sampler.state_dict()
         epoch = place["epoch"] + place["minibatch"] / self.epoch_steps
         return self.stepped(start_s, tokens, {"epoch": epoch, "loss": report.sums["token_loss"] / tokens, **more})
-
-    # ------------------------------------------------------------------ evaluation
 
     def in_words(self) -> str:
         samples, left = len(self.sampler.mix), len(self.sampler.mix) % self.sampler.samples_per_minibatch
