@@ -56,8 +56,7 @@ def window_s(events: Sequence[Event]) -> tuple[float, float]:
 def segments(events: Sequence[Event]) -> dict[int, list[Interval]]:
     """Each rank's time as segments, gapless from first start to last end *over all ranks*, ranks ascending.
 
-    Where spans overlap `wait` wins, then the innermost: the one that started last; of two that
-    started together the one that ends first. Time without a span is `UNRECORDED`.
+    Where spans overlap `wait` wins, then the innermost. Time without a span is `UNRECORDED`.
     """
     start_s, end_s = window_s(events)
     by_rank: dict[int, list[Event]] = defaultdict(list)
@@ -99,16 +98,10 @@ def _sweep(
 
 
 def idle_fraction(events: Sequence[Event]) -> float:
-    """The share of the ranks' time in which they do nothing useful, 0 to 1.
+    """The share of the ranks' time in which they do nothing useful, 0 to 1: of that from the first start to the last
+    end over all ranks, what is in no busy span or in a `wait`. Raises ValueError if there are no events.
 
-    The window goes from the first start to the last end over all ranks that have an event. The share is
-    1 - busy / (number of ranks x length of the window), where busy is the time covered by a busy span and
-    no `wait`, summed over the ranks. So nested spans count once, a `wait` within a forward or backward is
-    idle, and so is time without a span, including before a rank's first span and after its last. A window
-    of length 0 gives 0. Raises ValueError if there are no events.
-
-    The window has no gaps: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt`
-    first, or the other variants' turns count as idle.
+    Pauses count: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt` first.
     """
     shares = idle_of_ranks(events)
     return sum(shares.values()) / len(shares)
@@ -159,9 +152,8 @@ def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Ev
         if not wanted:
             have = sorted({event.minibatch for event in events})
             raise ValueError(f"{name!r} has no event in the minibatches asked for; it has minibatches {have}")
-        spans = {
-            number: window_s([e for e in wanted if e.minibatch == number]) for number in {e.minibatch for e in wanted}
-        }
+        numbers = {event.minibatch for event in wanted}
+        spans = {number: window_s([e for e in wanted if e.minibatch == number]) for number in numbers}
         cut_s: dict[int, float] = {}
         pauses_s = reached_s = wanted[0].start_s
         for minibatch, (start_s, end_s) in sorted(spans.items(), key=lambda item: item[1]):
@@ -186,11 +178,7 @@ def headline(events: Sequence[Event]) -> list[str]:
         seconds_text(end_s - start_s),
         f"{idle_fraction(events):.1%} idle",
         f"{rate:.3g} barriers per step",
-        *(
-            [f"for {', '.join(_PURPOSES.get(kind, kind) for kind in kinds)}"]
-            if kinds.keys() - {"enter", "leave"}
-            else []
-        ),
+        *[f"for {', '.join(_PURPOSES.get(kind, kind) for kind in kinds)}"] * bool(kinds.keys() - {"enter", "leave"}),
     ]
 
 
