@@ -95,15 +95,8 @@ class Checkpoints:
         and DeadlineExceeded as barriers do; then the next run removes the leftovers.
         """
         final = self.path_of(step)
-        write_checkpoint(
-            final,
-            model=model,
-            optimizer=optimizer,
-            state=state,
-            step=step,
-            prepare=self.prepare,
-            number=self.next_number,
-        )
+        how = {"state": state, "step": step, "prepare": self.prepare, "number": self.next_number}
+        write_checkpoint(final, model=model, optimizer=optimizer, **how)
         if engine_of(model).rank == 0 and prune:
             self.prune(final)
         return final
