@@ -56,20 +56,17 @@ class RunFolder:
         except BlockingIOError:
             self.release()
             raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
-        if self._holds_run() and not self.goes_on(resume):
-            try:
+        try:
+            if self._holds_run() and not self.goes_on(resume):
                 raise FileExistsError(self._refusal(resume))
-            finally:
-                self.release()
-        for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
-            if found := _UNFINISHED.fullmatch(path.name):
-                remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
-        for name in _WRITTEN_LAST:
-            try:
+            for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
+                if found := _UNFINISHED.fullmatch(path.name):
+                    remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
+            for name in _WRITTEN_LAST:
                 require_replaceable(self.file(name))
-            except OSError:
-                self.release()
-                raise
+        except BaseException:
+            self.release()
+            raise
 
     def _refusal(self, resume: str) -> str:
         if os.path.dirname(os.path.realpath(resume)) == os.path.realpath(self.file("checkpoints")):
