@@ -39,8 +39,6 @@ from tests.support.versions import RECURRENT
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
 PLAIN, FUSED, DIRECT = "eager/gathered/whole", "eager/gathered/fused", "triton/direct/fused"
 
-# ------------------------------------------------------------------ the decision
-
 
 def test_only_what_is_clearly_faster_displaces_the_shipped_way() -> None:
     shipped = {8: PLAIN}
@@ -61,9 +59,6 @@ def test_an_operator_of_one_backend_has_the_same_for_all_tokens() -> None:
     assert decide({8: few, 99: many | {DIRECT: [8.0]}}, shipped, one_backend=True) == {8: DIRECT, 99: DIRECT}
     with pytest.raises(ValueError, match="no backend gave a result for every"):
         decide({8: {PLAIN: [1.0]}, 99: {DIRECT: [1.0]}}, shipped, one_backend=True)
-
-
-# ------------------------------------------------------------------ the table
 
 
 def _line(**changes: object) -> Line:
@@ -109,9 +104,6 @@ def test_a_table_that_does_not_hold_is_left_with_the_reason(tmp_path: Path, chan
     assert "ODC_TUNED=off" in found.unused
 
 
-# ------------------------------------------------------------------ who reads it
-
-
 def _own_place(rank_count: int) -> Place:
     from odc_triton.sharding.backend import CpuBackend
 
@@ -150,9 +142,6 @@ def test_layers_follow_it_and_ranks_that_read_different_ones_are_refused(tmp_pat
     for few, many, refused in ranks.run(_on_a_rank, 2, str(tmp_path)):
         assert (few, many) == (FUSED, PLAIN)
         assert refused.startswith("fully_shard: ranks [1] and rank 0 read different tuned tables")
-
-
-# ------------------------------------------------------------------ what is measured
 
 
 def test_workloads_are_those_of_the_layers() -> None:
@@ -224,9 +213,6 @@ def test_the_time_of_a_recurrent_layers_rule(name: str, monkeypatch: pytest.Monk
     where = {"dtype": torch.float32, "device": torch.device("cpu")}
     layers = {Workload(operator="linear", shape=(32, 64)): 2}
     assert measure_rule(sizes, module, layers, counts=[70, 130], rounds=1, **where) == pytest.approx(3)
-
-
-# ------------------------------------------------------------------ the command
 
 
 def _config(folder: Path) -> str:

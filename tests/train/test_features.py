@@ -100,22 +100,10 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(folder / "config.json")
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base.save_pretrained(tmp_path / "base")
-    wanted = case(
-        folder,
-        init=None,
-        model=str(tmp_path / "base"),
-        out=str(tmp_path / "out"),
-        samples_per_rank=2,
-        steps=4,
-        lr=1e-2,
-        lora_rank=4,
-        lora_targets="q_proj,v_proj",
-        gradient_checkpointing=True,
-        replace_layers=True,
-        fused_head=True,
-        eval_data=str(folder / "data.jsonl"),
-        checkpoint_every=4,
-    )
+    wanted = {"init": None, "model": str(tmp_path / "base"), "out": str(tmp_path / "out"), "samples_per_rank": 2}
+    wanted |= {"steps": 4, "lr": 1e-2, "lora_rank": 4, "lora_targets": "q_proj,v_proj", "gradient_checkpointing": True}
+    layers = {"replace_layers": True, "fused_head": True}
+    wanted = case(folder, **wanted | layers, eval_data=str(folder / "data.jsonl"), checkpoint_every=4)
     assert jobs.run(2, wanted) == [jobs.ENDED]
     seen = jobs.lines(wanted.out)
     assert seen[-1]["loss"] < seen[0]["loss"]

@@ -173,73 +173,35 @@ def plain(
     return losses, model.state_dict(), lengths, means, diverged
 
 
+SPLIT = {"split_sequences": True, "token_cap": 240, "split_tokens": 120, "max_new_tokens": 150, "prompts_per_rank": 1}
+SPLIT |= {"seed": 3, "generations": 2}
+MASKED = {"mask_truncated": True, "max_new_tokens": 6, "clip_norm": 1e9}
+REMOTE = {"engine": "vllm-server", "vllm_server": "http://127.0.0.1:1", "importance": "token_truncate"}
+ELSEWHERE = {"engine": "vllm-colocate", "importance": "token_truncate", "clip_norm": 1e9, "lr": 30.0}
+OVERLAPPED = {"overlap_rollout": "on"}
+OVER_THE_CAP = SPLIT | OVERLAPPED | {"token_cap": 120, "split_tokens": 240, "kl": 0.05}
 CASES = {
     "dapo twice": {"iterations": 2, "clip": 0.01},
-    "dapo, split": {
-        "split_sequences": True,
-        "token_cap": 240,
-        "split_tokens": 120,
-        "max_new_tokens": 150,
-        "seed": 3,
-        "generations": 2,
-        "prompts_per_rank": 1,
-    },
+    "dapo, split": SPLIT,
     # Not clipped, which would hide a factor of all gradients.
-    "grpo by batch, masked": {
-        "loss": "grpo",
-        "scale_rewards": "batch",
-        "mask_truncated": True,
-        "max_new_tokens": 6,
-        "clip_norm": 1e9,
-        "lr": 0.1,
-    },
+    "grpo by batch, masked": MASKED | {"loss": "grpo", "scale_rewards": "batch", "lr": 0.1},
     "dr_grpo, no scale, kl": {"loss": "dr_grpo", "scale_rewards": "none", "kl": 0.1, "lr": 10.0},
     "gspo twice, temperature": {"loss": "gspo", "iterations": 2, "clip": 0.001, "temperature": 0.7},
     "cispo twice, fused head": {"loss": "cispo", "iterations": 2, "clip_high": 1.001, "fused_head": True},
     "dapo, nothing shared": {"share_prefixes": "off"},
-    "dapo, too short to share, overlapped": {"overlap_rollout": "on", "token_cap": 60},
-    "teacher": {"reward": (), "teacher": "teacher", "overlap_rollout": "on"},
-    "gspo, overlapped": {
-        "overlap_rollout": "on",
-        "loss": "gspo",
-        "mask_truncated": True,
-        "max_new_tokens": 6,
-        "clip_norm": 1e9,
-    },
-    "dapo, overlapped, remote": {
-        "overlap_rollout": "on",
-        "engine": "vllm-server",
-        "vllm_server": "http://127.0.0.1:1",
-        "importance": "token_truncate",
-    },
+    "dapo, too short to share, overlapped": OVERLAPPED | {"token_cap": 60},
+    "teacher": OVERLAPPED | {"reward": (), "teacher": "teacher"},
+    "gspo, overlapped": OVERLAPPED | MASKED | {"loss": "gspo"},
+    "dapo, overlapped, remote": OVERLAPPED | REMOTE,
+    "gspo, split, other engine": SPLIT | ELSEWHERE | {"loss": "gspo", "importance_cap": 0.02},
+    "grpo, split, other engine": SPLIT
+    | {"loss": "grpo", "engine": "vllm-colocate", "importance": "sequence_mask", "importance_cap": 1.2},
+    "dapo, over the cap, overlapped": OVER_THE_CAP,
 }
 TEACHERS = {
     "teacher, rewards": {"teacher": "teacher", "teacher_weight": 0.4, "teacher_beta": 1.0, "teacher_temperature": 1.5},
-    "teacher, split": {**CASES["dapo, split"], "reward": (), "teacher": "teacher", "gradient_checkpointing": True},
+    "teacher, split": SPLIT | {"reward": (), "teacher": "teacher", "gradient_checkpointing": True},
     "kl, tied by the config alone": {"kl": 0.1, "model": "tied"},
-}
-CASES["gspo, split, other engine"] = {
-    **CASES["dapo, split"],
-    "loss": "gspo",
-    "engine": "vllm-colocate",
-    "importance": "token_truncate",
-    "importance_cap": 0.02,
-    "clip_norm": 1e9,
-    "lr": 30.0,
-}
-CASES["grpo, split, other engine"] = {
-    **CASES["dapo, split"],
-    "loss": "grpo",
-    "engine": "vllm-colocate",
-    "importance": "sequence_mask",
-    "importance_cap": 1.2,
-}
-CASES["dapo, over the cap, overlapped"] = {
-    **CASES["dapo, split"],
-    "token_cap": 120,
-    "split_tokens": 240,
-    "overlap_rollout": "on",
-    "kl": 0.05,
 }
 # Their packs compute a prompt for each completion.
 UNSHARED = {"dapo, nothing shared", "dapo, too short to share, overlapped", "dapo, split over replicas"}
@@ -247,20 +209,14 @@ UNSHARED = {"dapo, nothing shared", "dapo, too short to share, overlapped", "dap
 LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18, "generations": 2}
 # With tokens from outside: see tests/rollouts.py.
 TURNS = {
-    "turns, dapo, split": {**CASES["dapo, split"], "seed": 36},
-    "turns, grpo by batch, masked": {**CASES["grpo by batch, masked"], "max_new_tokens": 12},
-    "turns, other engine": {"engine": "vllm-colocate", "importance": "token_truncate", "clip_norm": 1e9, "lr": 30.0},
+    "turns, dapo, split": SPLIT | {"seed": 36},
+    "turns, grpo by batch, masked": CASES["grpo by batch, masked"] | {"max_new_tokens": 12},
+    "turns, other engine": ELSEWHERE,
 }
 REPLICAS = {
-    "dapo, split over replicas": {
-        "replicas": 2,
-        "split_sequences": True,
-        "prompts_per_rank": 1,
-        "share_prefixes": "off",
-        **LONG,
-    },
+    "dapo, split over replicas": SPLIT | LONG | {"replicas": 2, "share_prefixes": "off"},
     "dapo, replicas": {"replicas": 2, "prompts_per_rank": 1},
-    "dapo, over the cap, replicas": {**CASES["dapo, over the cap, overlapped"], "replicas": 2},
+    "dapo, over the cap, replicas": OVER_THE_CAP | {"replicas": 2},
 }
 
 
@@ -274,13 +230,7 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
     if sys.version_info < (3, 11):
         pytest.skip("TRL needs Python 3.11")
     start = folder / "start"
-    usual = {
-        "init": None,
-        "model": str(start),
-        "optimizer": "sgd",
-        "prompts_per_rank": 4 // min(world, 2),
-        "lr": 1.0,
-    }
+    usual = {"init": None, "model": str(start), "optimizer": "sgd", "prompts_per_rank": 4 // min(world, 2), "lr": 1.0}
     function = {"rollout": "tests.rollouts:turns"}
     changed = {name: changes | function if name.startswith("turns") else changes for name, changes in cases.items()}
     for name, changes in changed.items():

@@ -63,9 +63,6 @@ def test_a_run_on_two_ranks_and_what_it_writes(folder: Path, tmp_path: Path) -> 
     assert torch.equal(trained, logits(tmp_path / "exported"))
 
 
-# ------------------------------------------------------------------ what is trained
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_a_frozen_tower_leaves_the_projector(family: str, tmp_path: Path) -> None:
@@ -88,9 +85,6 @@ def test_a_frozen_tower_leaves_the_projector(family: str, tmp_path: Path) -> Non
     whole = [name for name in named(lora_rank=2) if "lora_A" in name]
     assert 0 < len(adapted) < len(whole)
     assert not [name for name in adapted if any(name.endswith(f"{each}.lora_A.default.weight") for each in frozen)]
-
-
-# ------------------------------------------------------------------ said before the start
 
 
 def _without(folder: Path, name: str) -> Path:
@@ -140,9 +134,6 @@ def test_said_before_the_start(folder: Path, tmp_path: Path, change: Callable[[P
     wanted = case(folder, out=str(tmp_path / "out"), **change(folder))
     with pytest.raises((ValueError, OSError), match=said):
         check_before_start(wanted, 1)
-
-
-# ------------------------------------------------------------------ one ahead
 
 
 def test_the_next_is_made_while_one_is_used() -> None:

@@ -59,16 +59,8 @@ def job(rank: int, world: int, wanted: SftOptions, prompts: GrpoOptions) -> tupl
 
 def test_a_run_takes_what_the_weights_say(folder: Path, tmp_path: Path) -> None:
     wanted = options(folder, out=str(tmp_path / "out"))
-    prompts = GrpoOptions(
-        data=wanted.data,
-        data_weight=WEIGHTS,
-        reward=(VOWELS,),
-        init=wanted.init,
-        token_cap=256,
-        tokenizer=wanted.tokenizer,
-        out=str(tmp_path / "grpo"),
-        max_new_tokens=8,
-    )
+    same = {name: getattr(wanted, name) for name in ("data", "data_weight", "init", "tokenizer", "token_cap")}
+    prompts = GrpoOptions(**same, reward=(VOWELS,), out=str(tmp_path / "grpo"), max_new_tokens=8)
     ((taken, held, counts),) = ranks.run(job, 1, wanted, prompts)
 
     mix = Mix((10, 6), WEIGHTS)

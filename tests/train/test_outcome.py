@@ -15,8 +15,7 @@ from odc_triton import fully_shard
 from odc_triton.engine.api import engine_of
 from odc_triton.jobs.train.agreement import IdleTime
 from odc_triton.jobs.train.metrics import Progress, in_two_lines
-from odc_triton.jobs.train.outcome import in_words
-from odc_triton.jobs.train.report_words import answers
+from odc_triton.jobs.train.report_words import answers, in_words
 from odc_triton.jobs.train.run import Run, RunState
 from tests.support import ranks
 

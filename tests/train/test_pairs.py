@@ -73,8 +73,6 @@ def test_rows_that_are_none(row: Any, said: str) -> None:
     assert said in str(refused.value)
 
 
-# ---------------------------------------------------------------------- training
-
 STEPS, PER_STEP = 3, 4
 KINDS: dict[str, type[PairOptions]] = {"dpo": DpoOptions, "orpo": OrpoOptions, "reward": RewardOptions}
 Pairs = list[list[tuple[Tensor, int]]]  # of each pair its two samples: tokens [1, T], how many are the prompt's
@@ -100,13 +98,8 @@ def options(folder: Path, job: str, **changes: Any) -> PairOptions:
     wanted = {name: value for name, value in vars(case(folder)).items() if name in names}
     wanted |= {"data": (str(folder / "pairs.jsonl"),), "out": str(folder / "out" / job), "pairs_per_rank": 2}
     wanted |= {"model": str(folder / "base"), "init": None, "optimizer": "sgd", "lr": 0.1, "steps": STEPS}
-    wanted |= {
-        "share_prefixes": "auto",
-        "warmup_steps": 0,
-        "schedule": "constant",
-        "token_cap": 400,
-        "clip_norm": 100.0,
-    }
+    wanted |= {"share_prefixes": "auto", "warmup_steps": 0, "schedule": "constant"}
+    wanted |= {"token_cap": 400, "clip_norm": 100.0}
     return KINDS[job](**wanted | changes)
 
 

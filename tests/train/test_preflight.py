@@ -66,7 +66,6 @@ def started(*_: object, **__: object) -> None:
 # What differs from a right command, and what it says; None: ranks start.
 _SFT = [
     ({}, None),
-    ({"--init": None, "--model": "./nowhere"}, "./nowhere: there is no such file or folder"),
     (
         {"--init": None, "--model": "nowhere"},
         "nowhere is not a local file or folder, so it was taken for a hub id",

@@ -45,15 +45,8 @@ def base(folder: Path, method: str) -> nn.Module:
     return model
 
 
-CHANGES: dict[str, Any] = {
-    "init": None,
-    "samples_per_rank": 2,
-    "steps": 4,
-    "lr": 1e-2,
-    "lora_rank": 4,
-    "gradient_checkpointing": True,
-    "replace_layers": True,
-}
+CHANGES: dict[str, Any] = {"init": None, "samples_per_rank": 2, "steps": 4, "lr": 1e-2, "lora_rank": 4}
+CHANGES |= {"gradient_checkpointing": True, "replace_layers": True}
 
 
 @pytest.mark.parametrize("method", ["nf4", slow("int8")])

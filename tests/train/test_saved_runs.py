@@ -56,17 +56,9 @@ def _trainer(rank: int, world: int, folder: Path, resume: bool) -> list[float]:
     samples = [
         {"input_ids": list(range(3, 9 + 5 * index)), "labels": list(range(3, 9 + 5 * index))} for index in range(8)
     ]
-    args = TrainingArguments(
-        output_dir="trainer",
-        per_device_train_batch_size=2,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no" if resume else "steps",
-        save_steps=STOP,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    how = {"per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1}
+    how |= {"save_strategy": "no" if resume else "steps", "save_steps": STOP, "report_to": "none", "disable_tqdm": True}
+    args = TrainingArguments(output_dir="trainer", **how)
     trainer = ODCTrainer(model, args, train_dataset=samples)
     trainer.train(resume_from_checkpoint=resume or None)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

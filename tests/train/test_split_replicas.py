@@ -66,14 +66,8 @@ def test_on_two_hosts_killed_in_a_wave_a_run_goes_on(folder: Path, tmp_path: Pat
     command = inside(sys.executable, "-m", "tests.support.two_torchruns", str(tmp_path / "run.yaml"))
     said = []
     for step in (["2"], []):
-        done = subprocess.run(
-            [*command, *step],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * LONG_S,
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run([*command, *step], env=environment(), timeout=2 * LONG_S, **streams)
         assert (done.returncode == 0) == (step == []), done.stdout
         said.append(done.stdout)
     killed, again = said

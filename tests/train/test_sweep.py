@@ -109,13 +109,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a teacher": {"teacher": "teacher", "samples_per_rank": 4},
     "itself as teacher": {"teacher": "base", "replace_layers": True, "eval_fraction": 0.2},
     "two ranks a run": {"each": 2, "share_prefixes": True},
-    "two ranks a run, split": {
-        "each": 2,
-        "split_sequences": True,
-        "token_cap": 64,
-        "samples_per_rank": 1,
-        "exact": True,
-    },
+    "two ranks a run, split": {"each": 2, "split_sequences": True, "token_cap": 64, "samples_per_rank": 1} | EXACT,
     "two ranks a run, a queue": {"each": 2, "balance": "queue", "dtype": "bf16"} | EXACT,
 }
 

@@ -23,6 +23,7 @@ from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case
 
 STEPS, STOP, SAVED = 6, 4, 2
+TURNS = ((0, 0, (1, 2)), (1, 2, (2, 3)))  # the step that it starts after, the last that is logged, those that it logs
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,15 @@ def test_a_resumed_run_is_one_chart(folder: Path, tmp_path: Path) -> None:
     assert f"{STEPS} steps over" in texts["final/text_summary"][-1]
 
 
+def log(started: Trackers, steps: tuple[int, int], more: dict[str, Any], again: float = 0.0) -> None:
+    """Two steps and a sample, of step 3 also the end. `again`: what a step's loss has more where it is taken again."""
+    for step in steps:
+        started.log({"step": step, "loss": 0.5 * step + again} | more)
+    started.log_samples([{"step": steps[-1], "prompt": "a", "reward": float("nan")}])
+    if steps[-1] == 3:
+        started.finish({"step": 3, "loss": 1.5 + again}, "in words")
+
+
 @pytest.mark.parametrize(
     ("name", "stopped", "reinit"),
     [("wandb", [{"exit_code": 1}], "create_new"), ("trackio", [{}], None), ("swanlab", ["aborted", {}], True)],
@@ -63,15 +73,11 @@ def test_steps_of_a_run_that_goes_on(
     out.mkdir()
     options = SftOptions(data="d", init="i", tokenizer="t", out=str(out), report_to=(name,), run_group="sweep")
     found = []
-    for place, (step, seen, steps) in enumerate(((0, 0, (1, 2)), (1, 2, (2, 3)))):
+    for place, (step, seen, steps) in enumerate(TURNS):
         package = logged.Recorder(tmp_path / f"{place}.jsonl")
         monkeypatch.setitem(sys.modules, name, package)
         started = Trackers(options, ranks=2, step=step, seen=seen)
-        for each in steps:
-            started.log({"step": each, "loss": 0.5 * each, "eval_loss": None, "grad_norm": float("nan")})
-        started.log_samples([{"step": steps[-1], "prompt": "a", "reward": float("nan")}])
-        if place:
-            started.finish({"step": 3, "loss": 1.5}, "in words")
+        log(started, steps, {"eval_loss": None, "grad_norm": float("nan")})
         started.close(within_s=LONG_S)
         found.append(package.calls())
     first, second = found
@@ -105,13 +111,9 @@ def test_with_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     out.mkdir()
     options = SftOptions(data="d", init="i", tokenizer="t", out=str(out), report_to=(name,))
     ids = []
-    for step, seen, steps in ((0, 0, (1, 2)), (1, 2, (2, 3))):
+    for step, seen, steps in TURNS:
         started = Trackers(options, ranks=2, step=step, seen=seen)
-        for each in steps:
-            started.log({"step": each, "loss": 0.5 * each + step, "reward/a:b": 1.0})
-        started.log_samples([{"step": steps[-1], "prompt": "a", "reward": None}])
-        if step:
-            started.finish({"step": 3, "loss": 2.5}, "in words")
+        log(started, steps, {"reward/a:b": 1.0}, again=step)
         (tracker,) = started._running
         started.close(within_s=LONG_S)
         assert not tracker.problem
@@ -129,9 +131,6 @@ def test_with_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     else:
         assert len([*out.glob(f"swanlab/run-*-{ids[0]}/*.swanlab")]) == 2
         assert "ERROR" not in "".join(capfd.readouterr())
-
-
-# ------------------------------------------------------------------ trackers that fail
 
 
 @pytest.fixture

@@ -115,8 +115,6 @@ class BackgroundCheckpoints(StepPart):
         if self._prunes:
             self.checkpoints.prune(self._final)
 
-    # ------------------------------------------------------------------ agreement
-
     def report(self) -> dict[str, Any] | None:
         """This rank's progress, as JSON; None if nothing is being saved."""
         if self._stage is None:
@@ -178,8 +176,6 @@ class BackgroundCheckpoints(StepPart):
             if self._engine.rank == 0 and not is_told and waited_s >= quiet_s:
                 is_told = True
                 print(f"waiting for {self._final}, which is still being written", flush=True)
-
-    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Ends this rank's thread, after an error that the other ranks may not share. Waits for no rank.

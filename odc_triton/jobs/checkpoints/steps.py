@@ -57,8 +57,6 @@ class Checkpoints:
                 self._left = sorted(path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name))
                 self._own(wait_s=0)
 
-    # ------------------------------------------------------------------ listing
-
     def all(self) -> list[Path]:
         """All finished ones, in the order of saving. Raises CheckpointCorrupt for a damaged manifest."""
         return _by_age(self.folder)
@@ -85,8 +83,6 @@ class Checkpoints:
         """True if there is a checkpoint, whole or not."""
         return bool(_folders(self.folder))
 
-    # ------------------------------------------------------------------ saving
-
     def save(
         self, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int, prune: bool = True
     ) -> Path:
@@ -99,15 +95,8 @@ class Checkpoints:
         and DeadlineExceeded as barriers do; then the next run removes the leftovers.
         """
         final = self.path_of(step)
-        write_checkpoint(
-            final,
-            model=model,
-            optimizer=optimizer,
-            state=state,
-            step=step,
-            prepare=self.prepare,
-            number=self.next_number,
-        )
+        how = {"state": state, "step": step, "prepare": self.prepare, "number": self.next_number}
+        write_checkpoint(final, model=model, optimizer=optimizer, **how)
         if engine_of(model).rank == 0 and prune:
             self.prune(final)
         return final
@@ -137,8 +126,6 @@ class Checkpoints:
                 os.rename(path, going)
             remove_folder(going)
 
-    # ------------------------------------------------------------------ ownership of the folder
-
     def _own(self, wait_s: float) -> None:
         """Takes the folder's lock, and removes leftovers of killed runs. Raises OSError."""
         if self._lock is None:
@@ -161,8 +148,6 @@ class Checkpoints:
                 os.rename(path, original)
             else:
                 remove_folder(path)
-
-    # ------------------------------------------------------------------ loading
 
     def load(self, path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """See `load_checkpoint`. Collective."""

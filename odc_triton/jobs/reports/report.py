@@ -55,8 +55,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
     Variants are stacked, ranks are rows; a row's upper quarter is what another process does for the rank, if any does.
     A mark under the rows is a barrier of all ranks (`trace.barriers`), a line through the rows is a barrier of a whole
-    minibatch. On the right is `trace.headline`. Show a few
-    minibatches (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
+    minibatch. Show a few minibatches (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
 
     Raises ValueError without tracks or events, ImportError without matplotlib.
     """
@@ -172,18 +171,9 @@ def _legend(figure: Figure, states: list[str], *, y: float) -> None:
     keys = [matplotlib.patches.Patch(color=COLOURS[s][0], label=COLOURS[s][1]) for s in reversed(states)]
     mark = {"color": INK, "marker": "|", "linestyle": "", "markersize": 10}
     keys.append(matplotlib.lines.Line2D([], [], label="barrier", **mark))
-    figure.legend(
-        handles=keys,
-        loc="upper left",
-        bbox_to_anchor=(12 / _WIDTH, y),
-        ncols=min(len(keys), 5),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.3,
-        columnspacing=1.4,
-        handletextpad=0.6,
-    )
+    place = {"loc": "upper left", "bbox_to_anchor": (12 / _WIDTH, y), "ncols": min(len(keys), 5)}
+    style = {"frameon": False, "fontsize": 9, "labelcolor": INK, "handlelength": 1.3, "columnspacing": 1.4}
+    figure.legend(handles=keys, handletextpad=0.6, **place, **style)
 
 
 def _png(figure: Figure) -> bytes:

@@ -56,8 +56,7 @@ def window_s(events: Sequence[Event]) -> tuple[float, float]:
 def segments(events: Sequence[Event]) -> dict[int, list[Interval]]:
     """Each rank's time as segments, gapless from first start to last end *over all ranks*, ranks ascending.
 
-    Where spans overlap `wait` wins, then the innermost: the one that started last; of two that
-    started together the one that ends first. Time without a span is `UNRECORDED`.
+    Where spans overlap `wait` wins, then the innermost. Time without a span is `UNRECORDED`.
     """
     start_s, end_s = window_s(events)
     by_rank: dict[int, list[Event]] = defaultdict(list)
@@ -99,16 +98,10 @@ def _sweep(
 
 
 def idle_fraction(events: Sequence[Event]) -> float:
-    """The share of the ranks' time in which they do nothing useful, 0 to 1.
+    """The share of the ranks' time in which they do nothing useful, 0 to 1: of that from the first start to the last
+    end over all ranks, what is in no busy span or in a `wait`. Raises ValueError if there are no events.
 
-    The window goes from the first start to the last end over all ranks that have an event. The share is
-    1 - busy / (number of ranks x length of the window), where busy is the time covered by a busy span and
-    no `wait`, summed over the ranks. So nested spans count once, a `wait` within a forward or backward is
-    idle, and so is time without a span, including before a rank's first span and after its last. A window
-    of length 0 gives 0. Raises ValueError if there are no events.
-
-    The window has no gaps: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt`
-    first, or the other variants' turns count as idle.
+    Pauses count: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt` first.
     """
     shares = idle_of_ranks(events)
     return sum(shares.values()) / len(shares)
@@ -159,9 +152,8 @@ def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Ev
         if not wanted:
             have = sorted({event.minibatch for event in events})
             raise ValueError(f"{name!r} has no event in the minibatches asked for; it has minibatches {have}")
-        spans = {
-            number: window_s([e for e in wanted if e.minibatch == number]) for number in {e.minibatch for e in wanted}
-        }
+        numbers = {event.minibatch for event in wanted}
+        spans = {number: window_s([e for e in wanted if e.minibatch == number]) for number in numbers}
         cut_s: dict[int, float] = {}
         pauses_s = reached_s = wanted[0].start_s
         for minibatch, (start_s, end_s) in sorted(spans.items(), key=lambda item: item[1]):
@@ -186,11 +178,7 @@ def headline(events: Sequence[Event]) -> list[str]:
         seconds_text(end_s - start_s),
         f"{idle_fraction(events):.1%} idle",
         f"{rate:.3g} barriers per step",
-        *(
-            [f"for {', '.join(_PURPOSES.get(kind, kind) for kind in kinds)}"]
-            if kinds.keys() - {"enter", "leave"}
-            else []
-        ),
+        *[f"for {', '.join(_PURPOSES.get(kind, kind) for kind in kinds)}"] * bool(kinds.keys() - {"enter", "leave"}),
     ]
 
 
@@ -351,50 +339,34 @@ def _sum_up(
 
 _PRODUCT_OPS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "matmul", "linear", "dot", "grouped_mm")
 _PRODUCT_KERNELS = ("gemm", "cutlass", "nvjet", "xmma", "splitk", "gemv")
+_STARTS = (("odc.accumulate", ACCUMULATE), ("odc.gather", GATHER), ("Optimizer.step", OPTIMIZER), ("odc::", KERNELS))
+_OUR_CATEGORIES = {
+    **dict.fromkeys(("scatter_kernel", "add_block_kernel"), ACCUMULATE),
+    **dict.fromkeys(("gather_kernel", "gather_many_kernel"), GATHER),
+    **dict.fromkeys(("set_flags_kernel", "await_flags_kernel"), BARRIERS),
+}
 _ATTENTION_WORDS = ("scaled_dot_product", "flash", "fmha", "varlen_attn", "_efficient_attention")
 
 
 def category_of_operator(name: str) -> str | None:
     """The category of a torch operator, or a named range; None if the enclosing range decides."""
-    if name == "odc.accumulate":
-        return ACCUMULATE
-    if name == "odc.gather":
-        return GATHER
-    if name.startswith("Optimizer.step"):
-        return OPTIMIZER
-    if name.startswith("odc::"):
-        return KERNELS
+    for start, category in _STARTS:
+        if name.startswith(start):
+            return category
     short = name.removeprefix("aten::").removeprefix("mkldnn::")
-    if name.startswith(("aten::", "mkldnn::")) and short.strip("_") in _PRODUCT_OPS:
+    if name != short and short.strip("_") in _PRODUCT_OPS:
         return PRODUCTS
-    if any(word in name for word in _ATTENTION_WORDS):
-        return ATTENTION
-    return None
-
-
-_OUR_CATEGORIES = {
-    "scatter_kernel": ACCUMULATE,
-    "add_block_kernel": ACCUMULATE,
-    "gather_kernel": GATHER,
-    "gather_many_kernel": GATHER,
-    "set_flags_kernel": BARRIERS,
-    "await_flags_kernel": BARRIERS,
-}
+    return ATTENTION if any(word in name for word in _ATTENTION_WORDS) else None
 
 
 def category_of_kernel(name: str, ours: frozenset[str]) -> str:
     """The category of a kernel or a copy on a GPU. `ours`: the names of this project's Triton kernels."""
-    lower = name.lower()
-    if name in _OUR_CATEGORIES:
-        return _OUR_CATEGORIES[name]
     if name in ours:
-        return KERNELS
-    if any(word in lower for word in _ATTENTION_WORDS):
-        return ATTENTION
-    if any(word in lower for word in _PRODUCT_KERNELS):
-        return PRODUCTS
-    if "adam" in lower:
-        return OPTIMIZER
+        return _OUR_CATEGORIES.get(name, KERNELS)
+    lower = name.lower()
     if lower.startswith("memcpy"):
         return GATHER
+    for words, category in ((_ATTENTION_WORDS, ATTENTION), (_PRODUCT_KERNELS, PRODUCTS), (("adam",), OPTIMIZER)):
+        if any(word in lower for word in words):
+            return category
     return OTHER

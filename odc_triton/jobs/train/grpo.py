@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m odc_triton.train.grpo --data PROMPTS --reward MOD
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +51,6 @@ def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Met
     `train_sft`.
     """
     return train(options, prepare, _start, on_metrics)
-
-
-def run_grpo(options: GrpoOptions) -> Metrics:
-    """`train_grpo` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
-    return run_job(train_grpo, options)
 
 
 def check_before_start(options: GrpoOptions, ranks: int) -> None:
@@ -189,5 +185,5 @@ def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bo
     return TransformersEngine(model, should_stop=should_stop)
 
 
-def main() -> None:
-    main_of(GrpoOptions, run_grpo, "odc_triton.train.grpo")
+run_grpo = partial(run_job, train_grpo)
+main = partial(main_of, GrpoOptions, run_grpo)

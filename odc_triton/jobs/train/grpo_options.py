@@ -102,26 +102,23 @@ class GrpoOptions(RunOptions):
     per_rank: ClassVar[str] = "prompts_per_rank"
     shortens: ClassVar[str] = "--drop-long, or lower --max-new-tokens"
     free: ClassVar[frozenset[str]] = RunOptions.free | {
-        "share_prefixes",
-        "eval_samples",
-        "show_every",
-        "decode_at_once",
-        "reward_timeout_s",
-        "vllm_server",
-        "vllm_memory",
+        *("share_prefixes", "eval_samples", "show_every", "decode_at_once"),
+        *("reward_timeout_s", "vllm_server", "vllm_memory"),
     }
     adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {
         *("temperature", "clip", "clip_high", "importance_cap", "mask_truncated", "pass_reward", "reward_weight"),
     }
+    positive: ClassVar[tuple[str, ...]] = (
+        *(*RunOptions.positive, "reward_timeout_s", "generations", "max_new_tokens", "temperature"),
+        *("decode_at_once", "importance_cap", "clip", "clip_high", "iterations"),
+    )
+    not_negative: ClassVar[tuple[str, ...]] = (*RunOptions.not_negative, "kl", "eval_samples", "show_every")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "reward", parts_of(self.reward))
-        self._require_positive("reward_timeout_s", "generations", "max_new_tokens", "temperature", "decode_at_once")
         if not 0 < self.vllm_memory < 1:
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
-        self._require_positive("importance_cap", "clip", "clip_high", "iterations")
-        self._require_not_negative("kl", "eval_samples", "show_every")
         if not self.reward and self.teacher is None:
             raise ValueError(
                 f"--reward is missing: give {', '.join(NAMES)} or module:function, as in --reward my_rewards:exact, "

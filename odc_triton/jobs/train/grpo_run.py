@@ -171,11 +171,8 @@ class GrpoRun(Run):
         vocabulary = innermost(self.model).config.get_text_config().vocab_size
         return RolloutFunction(name, longest=self.prompts.longest, vocabulary=vocabulary)
 
-    # ------------------------------------------------------------------ a step
-
     def train_step(self) -> Metrics | None:
-        state = self.state
-        start_s = time.monotonic()
+        start_s, step = time.monotonic(), self.state.step
         self.sampler.completions.sync(self.model)
         synced_s = time.monotonic()
         stepped = self._in_phases() if self.overlapped is None else self._overlapping()
@@ -183,27 +180,12 @@ class GrpoRun(Run):
             self.stop = stepped
             return None
         made, batch, report, seconds = stepped
-        state.tokens += batch.tokens
-        if (every := self.options.show_every) and (state.step % every == 0 or state.step + 1 == self.steps):
+        if (every := self.options.show_every) and (step % every == 0 or step + 1 == self.steps):
             self.samples += self._shown(made)
-        end_s = time.monotonic()
-        return self.stepped(
-            {
-                "epoch": (state.step + 1) * self.per_step / len(self.mix),
-                "loss": report.loss,
-                **self._of_rollout(made),
-                **self._of_update(report.sums),
-                "lr": self.lr,
-                "grad_norm": self.norm.total,
-                "tokens": state.tokens,
-                "target_tokens_per_s": batch.tokens / (end_s - start_s),
-                "idle": self.idle.share,
-                "sync_s": synced_s - start_s,
-                "scoring_s": made.scoring_s,
-                **seconds,
-                "seconds": end_s - start_s,
-            }
-        )
+        metrics = {"epoch": (step + 1) * self.per_step / len(self.mix), "loss": report.loss}
+        metrics |= self._of_rollout(made) | self._of_update(report.sums)
+        seconds = {"sync_s": synced_s - start_s, "scoring_s": made.scoring_s, **seconds}
+        return self.stepped(start_s, batch.tokens, metrics, **seconds)
 
     def _in_phases(self) -> Stepped | int:
         """A rollout, then the updates; or the signal for which the ranks stop."""
@@ -263,12 +245,6 @@ class GrpoRun(Run):
             temperature=temperature, max_new_tokens=self.options.max_new_tokens, end_tokens=self.end_tokens
         )
 
-    # ------------------------------------------------------------------ evaluation
-
-    @property
-    def evaluates(self) -> bool:
-        return self.evaluation is not None
-
     def evaluate(self) -> Metrics:
         """One greedy completion of each held-out prompt. Empty if the ranks are asked to stop."""
         slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
@@ -308,8 +284,6 @@ class GrpoRun(Run):
             **({f"rewards/{name}": score for name, score in scores.items()} if len(scores) > 1 else {}),
             "ended": one.ended,
         }
-
-    # ------------------------------------------------------------------ numbers
 
     def _of_rollout(self, made: Rollout) -> Metrics:
         rewards = made.totals

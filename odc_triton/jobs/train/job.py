@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -76,11 +75,8 @@ def train(
     options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
     metrics = _train(options, mesh, prepare, start, on_metrics, among)
     if (repo_id := options.push_to_hub) is not None:
-        folder, how = (
-            Path(options.out) / ("adapter" if options.lora_rank else "model"),
-            {"private": options.hub_private},
-        )
-        on_rank_0(lambda: {"address": push_folder(folder, repo_id, **how)}, mesh, timeout)
+        folder, private = options.model_folder, options.hub_private
+        on_rank_0(lambda: {"address": push_folder(folder, repo_id, private=private)}, mesh, timeout)
     return metrics
 
 
@@ -204,19 +200,19 @@ def _measured(model: nn.Module, options: RunOptions, cost: CostModel, rank: int)
     return replace(cost, quadratic=factors[0] * cost.quadratic)
 
 
-def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
-    """The main function of a rank under `torchrun -m NAME`: options from the command line, the job, the exit status."""
+def main_of(kind: type[Options], run: Callable[[Options], Metrics]) -> None:
+    """The main function of a rank under `torchrun -m odc_triton.train.JOB`: the command line, the job, the status."""
     try:
-        _main(kind, run, name)
+        _main(kind, run)
     except SystemExit as end:
         end_process(status_of(end))
     end_process(0)
 
 
-def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
+def _main(kind: type[Options], run: Callable[[Options], Metrics]) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    parser = Parser(prog=name, description=kind.__doc__)
+    parser = Parser(prog=f"odc_triton.train.{kind.job}", description=kind.__doc__)
     add_arguments(parser, kind, config=True)
     try:
         given = with_config(kind, vars(parser.parse_args()))

@@ -15,8 +15,9 @@ from ..checkpoints.steps import Checkpoints
 from ..launcher.launch import Interrupted
 from .metrics import Metrics, MetricsFile, Progress, in_two_lines, read_metrics
 from .model_card import write_card
-from .outcome import gather_events, in_words, save_model, write_report
+from .outcome import gather_events, save_model, write_report
 from .prepare import Prepared
+from .report_words import in_words
 from .run import Run, Sample, TooManySkipped
 from .save_clock import SaveClock
 from .stop import StopSignal
@@ -262,7 +263,7 @@ class Loop:
             lines = read_metrics(self.out / "metrics.jsonl")
             summary = in_words(lines, ranks=ranks) + run.end_in_words()
             trackers.finish(metrics, summary)  # they take it while the model is written
-            folder = save_model(run, self.out, self.prepared.tokenizer)
+            folder = save_model(run, self.prepared.tokenizer)
             write_card(folder, run.identity, [line for line in lines if line["step"] <= run.kept_step])
             written = write_report(run, lines, events, summary)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below

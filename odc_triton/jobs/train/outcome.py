@@ -31,17 +31,8 @@ from .run import Run
 
 _ROWS = 12
 _COLUMNS = (
-    "step",
-    "loss",
-    "eval_loss",
-    "reward",
-    "eval_reward",
-    "eval_pass",
-    "length",
-    "lr",
-    "grad_norm",
-    "seconds",
-    "idle",
+    *("step", "loss", "eval_loss", "reward", "eval_reward", "eval_pass"),
+    *("length", "lr", "grad_norm", "seconds", "idle"),
 )
 _CURVES = (
     *(("reward", "eval_reward"), ("loss", "eval_loss"), ("rewards/accuracies", "eval_rewards/accuracies")),
@@ -56,9 +47,9 @@ def gather_events(run: Run) -> list[Event]:
     return [Event.of_row(row) for theirs in messages for row in theirs["events"]]
 
 
-def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
+def save_model(run: Run, tokenizer: Any) -> Path:
     """Returns the folder written: a model for plain transformers, or adapters for plain PEFT. Only rank 0 calls it."""
-    folder = out / ("adapter" if run.options.lora_rank else "model")
+    folder = run.options.model_folder
     source = run.options.tokenizer or run.options.model
     save_pretrained(run.model, folder, tokenizer, processor=source, overwrite=True)
     if run.options.chat_template is not None:
@@ -88,14 +79,10 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
     more = dict.fromkeys(name for line in metrics for name in line if "rewards/" in name)
     columns = [name for name in (*_COLUMNS, *more) if _has(metrics, name)]
     options, usual = asdict(run.options), run.options.defaults()
-    given, others = (
-        {
-            flag(name): typed(v)
-            for name, v in options.items()
-            if v not in (None, ()) and (usual.get(name) == v) is default
-        }
-        for default in (False, True)
-    )
+    parts: tuple[dict[str, str], dict[str, str]] = {}, {}  # given, and at their defaults
+    for name, value in options.items():
+        if value not in (None, ()):
+            parts[usual.get(name) == value][flag(name)] = typed(value)
     samples, completions = [], {}
     with contextlib.suppress(OSError, ValueError):  # the run has ended, whatever that file holds
         samples = read_metrics(out / "samples.jsonl")
@@ -114,8 +101,8 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
             table_part([[line.get(name) for name in columns] for line in _some(metrics)], columns, heading="Steps"),
             facts_part("Completions", completions),
             facts_part("Versions", versions()),
-            facts_part("Options", given),
-            facts_part("Options at their defaults", others, folded=True),
+            facts_part("Options", parts[0]),
+            facts_part("Options at their defaults", parts[1], folded=True),
         ],
     )
     return written
@@ -143,33 +130,6 @@ def _curves(metrics: Sequence[Metrics]) -> list[Curves]:
         for names in images
         if names
     ]
-
-
-def in_words(metrics: Sequence[Metrics], *, ranks: int) -> str:
-    """A run in a few sentences."""
-    if not metrics:
-        return "No step was taken."
-    first, last = metrics[0], metrics[-1]
-    seconds = sum(line["seconds"] for line in metrics)
-    idle = sum(line["idle"] * line["seconds"] for line in metrics) / seconds if seconds else 0.0
-    name = "reward" if "reward" in first else "loss"
-    went = f"went from {_number(first[name])} to {_number(last[name])}"
-    if first[name] is last[name] is None:
-        went = "was not finite in the first or the last step"
-    on = f"{last['step']} steps over {last['tokens']:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}"
-    text = f"{on}: the {name} {went}. Idle: {idle:.1%} of the time."
-    if all(line.get("groups_learned") == 0 and "divergence" not in line for line in metrics):
-        text += (
-            " Nothing was learned: in no step did the rewards of a prompt's completions differ. Look at what the "
-            "reward functions return for them, or try a higher --temperature, more --generations or easier prompts."
-        )
-    if last["skipped"]:
-        text += f" {last['skipped']} steps were skipped because a loss or gradient was not finite."
-    return text
-
-
-def _number(value: float | None) -> str:
-    return "no finite value" if value is None else f"{value:.4f}"
 
 
 def _some(metrics: Sequence[Metrics]) -> list[Metrics]:

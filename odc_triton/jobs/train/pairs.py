@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m odc_triton.train.dpo --data FILE --model FOLDER -
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...packs.reference import AdapterReference, Reference
@@ -35,11 +36,6 @@ def train_pairs(options: PairOptions, on_metrics: OnMetrics | None = None) -> Me
     return train(options, prepare, _start, on_metrics)
 
 
-def run_pairs(options: PairOptions) -> Metrics:
-    """`train_pairs` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
-    return run_job(train_pairs, options)
-
-
 def _start(options: PairOptions, sharded: Sharded, prepared: Prepared[PreparedSamples]) -> PairRun:
     needs_frozen = isinstance(options, DpoOptions) and not options.lora_rank
     frozen = load_frozen(options, sharded) if needs_frozen else None
@@ -50,13 +46,6 @@ def _start(options: PairOptions, sharded: Sharded, prepared: Prepared[PreparedSa
     return PairRun(options=options, model=model, reference=reference, prepared=prepared, cost=cost)
 
 
-def main_dpo() -> None:
-    main_of(DpoOptions, run_pairs, "odc_triton.train.dpo")
-
-
-def main_orpo() -> None:
-    main_of(OrpoOptions, run_pairs, "odc_triton.train.orpo")
-
-
-def main_reward() -> None:
-    main_of(RewardOptions, run_pairs, "odc_triton.train.reward")
+run_pairs = partial(run_job, train_pairs)
+_KINDS = (DpoOptions, OrpoOptions, RewardOptions)
+main_dpo, main_orpo, main_reward = (partial(main_of, kind, run_pairs) for kind in _KINDS)

@@ -54,10 +54,7 @@ class DpoOptions(PairOptions):
 
     job: ClassVar[str] = "dpo"
     adjustable: ClassVar[frozenset[str]] = PairOptions.adjustable | {"beta"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("beta")
+    positive: ClassVar[tuple[str, ...]] = (*PairOptions.positive, "beta")
 
     def _check_contradictions(self) -> None:
         super()._check_contradictions()
@@ -74,10 +71,7 @@ class OrpoOptions(PairOptions):
 
     job: ClassVar[str] = "orpo"
     adjustable: ClassVar[frozenset[str]] = PairOptions.adjustable | {"beta"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("beta")
+    positive: ClassVar[tuple[str, ...]] = (*PairOptions.positive, "beta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +83,4 @@ class RewardOptions(PairOptions):
     job: ClassVar[str] = "reward"
     more_tokens: ClassVar[int] = 1  # whose place is scored by the one before it
     adjustable: ClassVar[frozenset[str]] = PairOptions.adjustable | {"center"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_not_negative("center")
+    not_negative: ClassVar[tuple[str, ...]] = (*PairOptions.not_negative, "center")

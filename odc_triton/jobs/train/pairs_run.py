@@ -69,30 +69,16 @@ class PairRun(Run):
         self.planner = Planner(limits=limits)
         self._padding = innermost(model).config.get_text_config().pad_token_id
 
-    # ------------------------------------------------------------------ a step
-
     def train_step(self) -> Metrics:
-        start_s, lr, state = time.monotonic(), self.lr, self.state
-        pairs = in_passes(self.mix, state.step, self.per_step, seed=f"pairs {self.options.seed}")
+        start_s, step = time.monotonic(), self.state.step
+        pairs = in_passes(self.mix, step, self.per_step, seed=f"pairs {self.options.seed}")
         every = self._samples(self.data)
         rows = [every[2 * pair + side] for pair in pairs for side in (0, 1)]  # a pair may be of two passes
         objective = self._objective(rows)
         report = self.step(lambda: self._packs(rows, range(len(pairs))), objective, collate=objective.collate)
         tokens = int(sum(self.data.target_counts[2 * pair : 2 * pair + 2].sum() for pair in pairs))
-        state.tokens += tokens
-        took_s = time.monotonic() - start_s
-        return self.stepped(
-            {
-                "epoch": (state.step + 1) * self.per_step / len(self.mix),
-                **objective.means(report.sums),
-                "lr": lr,
-                "grad_norm": self.norm.total,
-                "tokens": state.tokens,
-                "target_tokens_per_s": tokens / took_s,
-                "idle": self.idle.share,
-                "seconds": took_s,
-            }
-        )
+        epoch = (step + 1) * self.per_step / len(self.mix)
+        return self.stepped(start_s, tokens, {"epoch": epoch, **objective.means(report.sums)})
 
     def _samples(self, data: PreparedSamples) -> Rows:
         return _Scored(data, self._padding) if isinstance(self.options, RewardOptions) else data  # pyright: ignore
@@ -119,12 +105,6 @@ class PairRun(Run):
             groups=[name // 2 for name in names],
         )
         return self.planner.packs(planned, self.engine.rank)
-
-    # ------------------------------------------------------------------ evaluation
-
-    @property
-    def evaluates(self) -> bool:
-        return self.evaluation is not None
 
     def evaluate(self) -> Metrics:
         assert self.evaluation is not None

@@ -32,6 +32,37 @@ def answers(run: Run, metrics: Sequence[Metrics], events: list[Event]) -> dict[s
     }
 
 
+def in_words(metrics: Sequence[Metrics], *, ranks: int) -> str:
+    """A run in a few sentences."""
+    if not metrics:
+        return "No step was taken."
+    first, last = metrics[0], metrics[-1]
+    name = "reward" if "reward" in first else "loss"
+    went = f"went from {_number(first[name])} to {_number(last[name])}"
+    if first[name] is last[name] is None:
+        went = "was not finite in the first or the last step"
+    on = f"{last['step']} steps over {last['tokens']:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}"
+    text = f"{on}: the {name} {went}. Idle: {_idle(metrics):.1%} of the time."
+    if all(line.get("groups_learned") == 0 and "divergence" not in line for line in metrics):
+        text += (
+            " Nothing was learned: in no step did the rewards of a prompt's completions differ. Look at what the "
+            "reward functions return for them, or try a higher --temperature, more --generations or easier prompts."
+        )
+    if last["skipped"]:
+        text += f" {last['skipped']} steps were skipped because a loss or gradient was not finite."
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "no finite value" if value is None else f"{value:.4f}"
+
+
+def _idle(metrics: Sequence[Metrics]) -> float:
+    """The share of the steps' time in which ranks waited or did nothing."""
+    total_s = sum(line["seconds"] for line in metrics)
+    return sum(line["idle"] * line["seconds"] for line in metrics) / total_s if total_s else 0.0
+
+
 def _learned(run: Run, metrics: Sequence[Metrics]) -> str:
     """Means of the first and the last quarter of the steps, as single steps differ by their samples."""
     lines = []
@@ -56,9 +87,8 @@ def _learned(run: Run, metrics: Sequence[Metrics]) -> str:
 def _time(metrics: Sequence[Metrics], events: list[Event]) -> str:
     if not metrics:
         return "no step was taken"
-    seconds = [line["seconds"] for line in metrics]
+    seconds, idle = [line["seconds"] for line in metrics], _idle(metrics)
     total_s = sum(seconds)
-    idle = sum(line["idle"] * line["seconds"] for line in metrics) / total_s if total_s else 0.0
     lines = [
         f"{seconds_text(total_s)} in {len(seconds)} steps, without evaluation and checkpoints; a step took "
         f"{seconds_text(statistics.median(seconds))} (median), the slowest {seconds_text(max(seconds))}",
@@ -92,7 +122,6 @@ def _next(run: Run, metrics: Sequence[Metrics]) -> str:
         )
     if not run.evaluates:
         lines.append("whether it learned more than these samples, `--eval-data FILE` tells")
-    total_s = sum(line["seconds"] for line in metrics)
-    if total_s and sum(line["idle"] * line["seconds"] for line in metrics) > _MUCH_IDLE * total_s:
+    if _idle(metrics) > _MUCH_IDLE:
         lines.append(f"much idle time: docs/slow.md says why; a larger `{flag(options.per_rank)}` often helps")
     return "\n".join(lines)

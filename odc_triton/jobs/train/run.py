@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ class Run(ABC):
     measure: ClassVar[str] = "eval_loss"  # by which evaluations are compared
     more_is_better: ClassVar[bool] = False
     bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
+    evaluation: Any  # the held-out data, or None
 
     def __init__(
         self, *, options: RunOptions, model: nn.Module, identity: dict[str, Any] | None = None, epoch_steps: int
@@ -92,8 +94,6 @@ class Run(ABC):
         """The command that starts it."""
         return f"train {self.options.job}"
 
-    # ------------------------------------------------------------------ a step
-
     def teacher_of(self, model: nn.Module | None) -> Teacher | None:
         """`model`, sharded, as the one to learn from, if there is one. After `enable_split` of both."""
         if model is None:
@@ -114,9 +114,9 @@ class Run(ABC):
         """Metrics of the held-out data, the same on every rank; `samples` get those that are wanted. Collective."""
 
     @property
-    @abstractmethod
     def evaluates(self) -> bool:
         """True if there is held-out data."""
+        return self.evaluation is not None
 
     def judge(self, metrics: Metrics) -> None:
         """Compares an evaluation with the best one. One after a skipped step, with the weights of another step, doesn't
@@ -177,12 +177,26 @@ class Run(ABC):
         """The learning rate of the current step."""
         return self.options.lr * self._schedule(self.state.step)
 
-    def stepped(self, metrics: Metrics) -> Metrics:
-        """Counts the step and completes its `metrics`, which have loss and gradient norm. Raises TooManySkipped."""
-        state = self.state
+    def stepped(self, start_s: float, tokens: int, metrics: Metrics, **parts_s: float) -> Metrics:
+        """Counts the step, which began at `start_s` and learned `tokens`, and completes its `metrics`, which have the
+        loss. `parts_s`: seconds of its parts. Raises TooManySkipped.
+        """
+        state, lr, took_s = self.state, self.lr, time.monotonic() - start_s
         state.step += 1
+        state.tokens += tokens
         state.skipped += self.was_skipped
-        metrics = {"step": state.step, **metrics, "skipped": state.skipped}
+        metrics = {
+            "step": state.step,
+            **metrics,
+            "lr": lr,
+            "grad_norm": self.norm.total,
+            "tokens": state.tokens,
+            "target_tokens_per_s": tokens / took_s,
+            "idle": self.idle.share,
+            **parts_s,
+            "seconds": took_s,
+            "skipped": state.skipped,
+        }
         if self.engine.deterministic:
             metrics["repeated"] = state.repeated
         if (offloaded := self.engine.participant(OffloadedCheckpoints)) is not None:
@@ -232,8 +246,6 @@ class Run(ABC):
             )
             text += f" The model is that of step {self.kept_step}, the {which} (--keep-best)."
         return text
-
-    # ------------------------------------------------------------------ what is saved
 
     def position(self) -> dict[str, Any]:
         """All that a checkpoint needs, except shards and random states; the same on every rank; JSON."""

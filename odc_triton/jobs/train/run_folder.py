@@ -56,20 +56,17 @@ class RunFolder:
         except BlockingIOError:
             self.release()
             raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
-        if self._holds_run() and not self.goes_on(resume):
-            try:
+        try:
+            if self._holds_run() and not self.goes_on(resume):
                 raise FileExistsError(self._refusal(resume))
-            finally:
-                self.release()
-        for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
-            if found := _UNFINISHED.fullmatch(path.name):
-                remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
-        for name in _WRITTEN_LAST:
-            try:
+            for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
+                if found := _UNFINISHED.fullmatch(path.name):
+                    remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
+            for name in _WRITTEN_LAST:
                 require_replaceable(self.file(name))
-            except OSError:
-                self.release()
-                raise
+        except BaseException:
+            self.release()
+            raise
 
     def _refusal(self, resume: str) -> str:
         if os.path.dirname(os.path.realpath(resume)) == os.path.realpath(self.file("checkpoints")):
@@ -205,10 +202,9 @@ class RunFolder:
 def report_ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     """The last metrics of a run that is over. Says so. `changed`: options, in words."""
     (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
-    written = folder.file("adapter" if options.lora_rank else "model")
     print(
-        f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
-        f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
+        f"the run in {folder.path} has ended after step {metrics['step']}: {options.model_folder} has its weights. "
+        f"Nothing was changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
         + ", or after an early end another --early-stopping" * bool(options.early_stopping)
         + f"; no step is left for what was changed: {changed}" * bool(changed),
         flush=True,

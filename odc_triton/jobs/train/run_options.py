@@ -187,6 +187,15 @@ class RunOptions:
             *("teacher_beta", "teacher_temperature", "teacher_weight", "early_stopping", "keep_best"),
         )
     )
+    # Numbers, which may also be 0 if they are not negative. And `per_rank`.
+    positive: ClassVar[tuple[str, ...]] = (
+        *("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas"),
+        *("teacher_temperature", "teacher_weight"),
+    )
+    not_negative: ClassVar[tuple[str, ...]] = (
+        *("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes", "expert_cache"),
+        *("eval_every", "early_stopping", "max_skipped", "lora_rank", "split_tokens", "split_cuts"),
+    )
     # Only one of each may be set.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model", "init"),)
     hidden: ClassVar[frozenset[str]] = frozenset()  # not in --help, as they are refused
@@ -202,14 +211,11 @@ class RunOptions:
         if self.chat_template is not None:
             read_template(self.chat_template)
         require_one_model(self)
-        self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
-        self._require_positive("teacher_temperature", "teacher_weight")
-        self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "expert_cache")
-        if self.checkpoint_minutes is not None:
-            self._require_not_negative("checkpoint_minutes")
-        self._require_not_negative("eval_every", "early_stopping", "max_skipped")
-        self._require_not_negative("lora_rank", "split_tokens", "split_cuts")
-        self._require_positive(self.per_rank)
+        for name in (*self.positive, self.per_rank, *self.not_negative):
+            value, may_be_0 = getattr(self, name), name in self.not_negative
+            if value is not None and not (0 < value < math.inf or (may_be_0 and value == 0)):
+                wanted = "at least 0" if may_be_0 else "positive"
+                raise ValueError(f"{flag(name)} is {value}; it must be {wanted} and finite")
         require_token_cap(self)
         require_seed(self)
         for name in ("lr_floor", "teacher_beta", "teacher_weight"):
@@ -257,17 +263,6 @@ class RunOptions:
             raise ValueError(
                 f"--data-weight is {weights[0]}, and a single --data needs none: leave it out, or set --steps"
             )
-
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{flag(name)} is {value}; it must be positive and finite")
-
-    def _require_not_negative(self, *names: str) -> None:
-        for name in names:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be at least 0 and finite")
 
     def _check_contradictions(self) -> None:
         for one, other in self.alternatives:
@@ -319,6 +314,11 @@ class RunOptions:
     def columns(self) -> dict[str, str]:
         """The data's columns that have another name here, by that name."""
         return columns_of(self.map)
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the run writes its model, or its adapters."""
+        return Path(self.out) / ("adapter" if self.lora_rank else "model")
 
     @property
     def checkpoint_interval_s(self) -> float:

@@ -27,6 +27,7 @@ class SampleOptions(RunOptions):
         *RunOptions.alternatives,
         *(("steps", "epochs"), ("truncate", "drop_long"), ("eval_data", "eval_fraction")),
     )
+    positive: ClassVar[tuple[str, ...]] = (*RunOptions.positive, "epochs")
     shortens: ClassVar[str] = "--truncate or --drop-long"
     adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {"epochs"}
     pairs: ClassVar[bool] = False  # samples 2i and 2i + 1 are one
@@ -34,7 +35,6 @@ class SampleOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("epochs")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 

@@ -77,11 +77,6 @@ def train_sft_among(options: SftOptions, among: Among, *, data: Path, on_metrics
     return train(options, partial(prepare, data=data), _start, on_metrics, among)
 
 
-def run_sft(options: SftOptions) -> Metrics:
-    """`train_sft` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
-    return run_job(train_sft, options)
-
-
 def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[PreparedSamples]) -> SftRun:
     teacher = load_teacher(options, sharded)
     model, cost = sharded(options)
@@ -247,5 +242,5 @@ def _now_and_then(source: str, of_a_row: int) -> Callable[[int], None]:
     return report
 
 
-def main() -> None:
-    main_of(SftOptions, run_sft, "odc_triton.train.sft")
+run_sft = partial(run_job, train_sft)
+main = partial(main_of, SftOptions, run_sft)

@@ -38,11 +38,7 @@ class SftOptions(SampleOptions):
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
     free: ClassVar[frozenset[str]] = SampleOptions.free | {"fetch_images"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.router_aux_loss is not None:
-            self._require_not_negative("router_aux_loss")
+    not_negative: ClassVar[tuple[str, ...]] = (*SampleOptions.not_negative, "router_aux_loss")
 
     def _check_contradictions(self) -> None:
         if self.share_prefixes and self.balance != "mini":

@@ -132,8 +132,6 @@ class SftRun(Run):
     def _limits(self) -> dict[str, Any]:
         return {"token_cap": self.sampler.token_cap, "cost": self.sampler.cost}
 
-    # ------------------------------------------------------------------ a step
-
     def next_packs(self) -> MinibatchPacks | QueuedPacks:
         """This rank's packs of the next minibatch. Starts a new epoch when one ends."""
         own = next(self._epoch, None)
@@ -148,7 +146,7 @@ class SftRun(Run):
         return lambda pack: pack_collate([dataset[pack]])[0]
 
     def train_step(self) -> Metrics:
-        start_s, lr = time.monotonic(), self.lr
+        start_s = time.monotonic()
         collate, has_images = self._collate_of(self.data), self.data.images is not None
         report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_images)
         tokens, more = report.terms, {}
@@ -156,33 +154,14 @@ class SftRun(Run):
             more["aux_loss"] = report.sums["router"] / self.sampler.samples_per_minibatch
         if self.teacher is not None:
             more["divergence"] = report.sums["divergence"] / tokens
-        self.state.tokens += tokens
-        self.state.sampler = self.sampler.state_dict()
-        took_s = time.monotonic() - start_s
-        return self.stepped(
-            {
-                "epoch": self.state.sampler["epoch"] + self.state.sampler["minibatch"] / self.epoch_steps,
-                "loss": report.sums["token_loss"] / tokens,
-                **more,
-                "lr": lr,
-                "grad_norm": self.norm.total,
-                "tokens": self.state.tokens,
-                "target_tokens_per_s": tokens / took_s,
-                "idle": self.idle.share,
-                "seconds": took_s,
-            }
-        )
-
-    # ------------------------------------------------------------------ evaluation
+        self.state.sampler = place = self.sampler.state_dict()
+        epoch = place["epoch"] + place["minibatch"] / self.epoch_steps
+        return self.stepped(start_s, tokens, {"epoch": epoch, "loss": report.sums["token_loss"] / tokens, **more})
 
     def in_words(self) -> str:
         samples, left = len(self.sampler.mix), len(self.sampler.mix) % self.sampler.samples_per_minibatch
         rest = f", {left} of {samples} samples don't fill a step and are left out, others in each epoch"
         return super().in_words() + rest * bool(left)
-
-    @property
-    def evaluates(self) -> bool:
-        return self.evaluation is not None
 
     def evaluate(self) -> Metrics:
         return {"eval_loss": self.mean_loss(self.evaluation)}

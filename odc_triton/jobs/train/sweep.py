@@ -73,11 +73,6 @@ def check_before_start(sweep: Sweep, ranks: int) -> None:
             raise ValueError(f"run {name}: {error}") from error
 
 
-def run_sweep(sweep: Sweep) -> None:
-    """`train_all` in a process that the launcher started. A request to stop exits it with 128 + the signal."""
-    run_job(train_all, sweep)
-
-
 def train_all(sweep: Sweep) -> None:
     """Takes part in the sweep as this rank. Every rank of the job calls it.
 
@@ -254,3 +249,6 @@ class _Runner:
             for _ in range(number, max(theirs["number"] for theirs in numbers)):
                 opener()
         return replace(end, status="failed", error=min(failed, key=lambda theirs: not theirs["is_own"])["error"])
+
+
+run_sweep = partial(run_job, train_all)

@@ -109,6 +109,7 @@ class _Tracker:
     name: str  # for --report-to; also the name of odc-triton's extra that installs it
     distribution: str  # as pip knows it
     module: str  # as it is imported
+    variables: tuple[str, str] = ("", "")  # of the environment: the project, and the run's name, by default
     _run: Any  # what the package's `init` returned
 
     def __init__(self, options: RunOptions, config: dict[str, Any], step: int, seen: int) -> None:
@@ -163,6 +164,21 @@ class _Tracker:
             message = f"{self.name} had not logged all steps {waited_s:g} s after the end; metrics.jsonl has them"
             print(f"odc-triton: {message}", file=sys.stderr)
 
+    @property
+    def _project(self) -> str:
+        return self._options.project or os.environ.get(self.variables[0]) or "odc-triton"
+
+    @property
+    def _run_name(self) -> str:
+        return self._options.run_name or os.environ.get(self.variables[1]) or self._out.name
+
+    def _init(self, **how: Any) -> None:
+        """The package's `init`; with an `id` in `how`, the one that it returns is kept."""
+        how = {"group": self._options.run_group, "config": self._config} | how
+        self._run = self._package.init(project=self._project, name=self._run_name, **how)
+        if "id" in how:
+            self._keep_id(self._run.id)
+
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         if step > self._seen:
             self._run.log(metrics, step=step)
@@ -175,18 +191,14 @@ class _Tracker:
 
     def _kept_id(self) -> str | None:
         """The id that the start before has kept. None: this is another run, to which all steps are new."""
-        if self._seen and self._id_file.exists():
-            return self._id_file.read_text().strip()
+        if self._seen and (file := self._out / self.name / "run-id").exists():
+            return file.read_text().strip()
         self._seen = 0
         return None
 
     def _keep_id(self, made: str) -> None:
-        self._id_file.parent.mkdir(exist_ok=True)
-        self._id_file.write_text(made)
-
-    @property
-    def _id_file(self) -> Path:
-        return self._out / self.name / "run-id"
+        (folder := self._out / self.name).mkdir(exist_ok=True)
+        (folder / "run-id").write_text(made)
 
 
 class _TensorBoard(_Tracker):
@@ -220,19 +232,12 @@ class _WeightsAndBiases(_Tracker):
     """A run of wandb. Account, server, mode, and defaults of options come from the user's environment."""
 
     name = distribution = module = "wandb"
+    variables = ("WANDB_PROJECT", "WANDB_NAME")
 
     def _start(self) -> None:
-        self._run = self._package.init(
-            project=self._options.project or os.environ.get("WANDB_PROJECT") or "odc-triton",
-            name=self._options.run_name or os.environ.get("WANDB_NAME") or self._out.name,
-            group=self._options.run_group or os.environ.get("WANDB_RUN_GROUP"),
-            id=self._kept_id(),
-            config=self._config,
-            dir=os.environ.get("WANDB_DIR") or str(self._out),
-            resume="allow",
-            reinit="create_new",  # a run before in this process may still be ending
-        )
-        self._keep_id(self._run.id)
+        group, folder = (os.environ.get(f"WANDB_{each}") for each in ("RUN_GROUP", "DIR"))
+        how = {"group": self._options.run_group or group, "dir": folder or str(self._out), "resume": "allow"}
+        self._init(id=self._kept_id(), reinit="create_new", **how)  # a run before in this process may still be ending
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self._run.summary.update({**metrics, "words": words})
@@ -248,14 +253,7 @@ class _Trackio(_Tracker):
     name = distribution = module = "trackio"
 
     def _start(self) -> None:
-        self._run = self._package.init(
-            project=self._options.project or "odc-triton",
-            name=self._options.run_name or self._out.name,
-            group=self._options.run_group,
-            config=self._config,
-            resume="allow" if self._seen else "never",
-            embed=False,
-        )
+        self._init(resume="allow" if self._seen else "never", embed=False)
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self.log(step, {"final": self._package.Markdown(_final(metrics, words))})
@@ -267,18 +265,15 @@ class _MLflow(_Tracker):
 
     name = module = "mlflow"
     distribution = "mlflow-skinny"  # mlflow needs it, and where there is a server it is enough
+    variables = ("MLFLOW_EXPERIMENT_NAME", "")
 
     def _start(self) -> None:
         if (kept := self._kept_id()) is not None:
             self._package.start_run(kept)  # its parameters can't be changed
             return
-        project = self._options.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "odc-triton"
-        group = self._options.run_group
-        run = self._package.start_run(
-            experiment_id=self._package.set_experiment(project).experiment_id,
-            run_name=self._options.run_name or self._out.name,
-            tags=None if group is None else {"group": group},
-        )
+        group, experiment = self._options.run_group, self._package.set_experiment(self._project)
+        how = {"run_name": self._run_name, "tags": None if group is None else {"group": group}}
+        run = self._package.start_run(experiment_id=experiment.experiment_id, **how)
         self._keep_id(run.info.run_id)
         self._package.log_params({name: value for name, value in self._config.items() if value is not None})
 
@@ -301,19 +296,11 @@ class _SwanLab(_Tracker):
     """A run of SwanLab. Account, server and mode come from the user's environment."""
 
     name = distribution = module = "swanlab"
+    variables = ("SWANLAB_PROJ_NAME", "SWANLAB_EXP_NAME")
 
     def _start(self) -> None:
-        self._run = self._package.init(
-            project=self._options.project or os.environ.get("SWANLAB_PROJ_NAME") or "odc-triton",
-            name=self._options.run_name or os.environ.get("SWANLAB_EXP_NAME") or self._out.name,
-            group=self._options.run_group,
-            id=self._kept_id(),
-            config=self._config,
-            log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(self._out / "swanlab"),
-            resume="allow",
-            reinit=True,  # it has one run in a process, and one before may not have ended
-        )
-        self._keep_id(self._run.id)
+        how = {"log_dir": os.environ.get("SWANLAB_LOG_DIR") or str(self._out / "swanlab"), "resume": "allow"}
+        self._init(id=self._kept_id(), reinit=True, **how)  # it has one run in a process: one before may not have ended
 
     def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
         samples = self._package.echarts.Table()

@@ -18,7 +18,7 @@ from ...base.environment import joined_world
 from ...base.errors import TRACEBACK, in_a_line
 from ...jobs.options.names import by_another_name, instead
 from ...jobs.options.options import Parser, expanded
-from .start import default_ranks, ending_at_once, join_job, report_stopped, start_job
+from .start import default_ranks, ending_at_once, report_stopped, start_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,23 +186,17 @@ def _imported(name: str) -> Any:
 
 
 def _train(job: str, ranks: int, wanted: Any) -> int:
-    if joined_world() is not None:
-        join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted)
     from ...jobs.train.first_look import is_over
 
-    if not is_over(wanted, ranks):
+    if joined_world() is not None or not is_over(wanted, ranks):
         start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
     return 0
 
 
 def _sweep(file: str, ranks: int | None, wanted: Any) -> int:
-    from ...jobs.options.options import expanded
     from ...jobs.train.sweep_options import read_sweep
 
-    name, sweep = "odc_triton.jobs.train.sweep", read_sweep(expanded(file), wanted)
-    if joined_world() is not None:
-        join_job(name, "run_sweep", sweep)
-    start_job(name, "run_sweep", sweep, ranks=ranks)
+    start_job("odc_triton.jobs.train.sweep", "run_sweep", read_sweep(expanded(file), wanted), ranks=ranks)
     return 0
 
 
@@ -243,43 +237,18 @@ _BENCH = _Command(
     run="odc_bench.suites.lengths:main",
     has_ranks=True,
 )
-_SFT = _Command(
-    help="supervised fine-tuning on packed sequences",
-    description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
-    "machine, or joins those of torchrun: torchrun --nproc-per-node 8 --no-python odc-triton train sft …",
-    options="...jobs.train.sft_options:SftOptions",
-    run=partial(_train, "sft"),
-    has_ranks=True,
-    joins=True,
-    has_config=True,
+_SFT = "Supervised fine-tuning of a transformers causal LM on packed sequences"
+_GRPO = "Reinforcement learning of a transformers causal LM by GRPO: "
+_GRPO += "completions of your prompts, rewarded by your functions"
+_PAIRS = ", of a transformers causal LM: pairs of a chosen and a rejected text or conversation, packed"
+_STARTS = "Starts the ranks on this machine, or joins those of torchrun"
+_JOBS = (  # module, its options, help, and description: of pairs the help, and more
+    ("sft", "sft_options:SftOptions", "supervised fine-tuning on packed sequences", _SFT),
+    ("pairs", "pairs_options:DpoOptions", "preference pairs by DPO, against the model at the start", ""),
+    ("pairs", "pairs_options:OrpoOptions", "preference pairs by ORPO, without a reference model", ""),
+    ("pairs", "pairs_options:RewardOptions", "a reward model from preference pairs", ""),
+    ("grpo", "grpo_options:GrpoOptions", "reinforcement learning by GRPO", _GRPO),
 )
-_GRPO = _Command(
-    help="reinforcement learning by GRPO",
-    description="Reinforcement learning of a transformers causal LM by GRPO: completions of your prompts, rewarded by "
-    "your functions. Starts the ranks on this machine, or joins those of torchrun.",
-    options="...jobs.train.grpo_options:GrpoOptions",
-    run=partial(_train, "grpo"),
-    has_ranks=True,
-    joins=True,
-    has_config=True,
-)
-_OF_PAIRS = {
-    name: _Command(
-        help=text,
-        description=f"{text.capitalize()}, of a transformers causal LM: pairs of a chosen and a rejected text or "
-        f"conversation, packed. Starts the ranks on this machine, or joins those of torchrun.",
-        options=f"...jobs.train.pairs_options:{options}",
-        run=partial(_train, "pairs"),
-        has_ranks=True,
-        joins=True,
-        has_config=True,
-    )
-    for name, options, text in (
-        ("dpo", "DpoOptions", "preference pairs by DPO, against the model at the start"),
-        ("orpo", "OrpoOptions", "preference pairs by ORPO, without a reference model"),
-        ("reward", "RewardOptions", "a reward model from preference pairs"),
-    )
-}
 _SWEEP = _Command(
     help="many runs with adapters over one frozen base, each at its own pace",
     description="Runs of `train sft` with adapters, from a YAML file of options with lists or rows. Ranks share one "
@@ -326,10 +295,14 @@ _SIMULATE = _Command(
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
     jobs = commands.add_parser("train", help="train a model").add_subparsers(dest="job", required=True, metavar="JOB")
-    _SFT.add(jobs, "sft")
-    for name, job in _OF_PAIRS.items():
+    for module, options, text, description in _JOBS:
+        kind = f"...jobs.train.{options}"
+        name = _imported(kind).job
+        more = ": torchrun --nproc-per-node 8 --no-python odc-triton train sft …" if name == "sft" else "."
+        about = f"{description or text.capitalize() + _PAIRS}. {_STARTS}"
+        how = {"has_ranks": True, "joins": True, "has_config": True}
+        job = _Command(help=text, description=about + more, options=kind, run=partial(_train, module), **how)
         job.add(jobs, name)
-    _GRPO.add(jobs, "grpo")
 
 
 def _add_new(commands: argparse._SubParsersAction) -> None:

@@ -28,17 +28,8 @@ from ...plan.relatives import find_relatives
 
 _NO_CAP = 2**31 - 1
 _INSPECTED = 16  # records, for the warning
-_PERCENTILES = {
-    0: "shortest",
-    5: "5%",
-    25: "25%",
-    50: "median",
-    75: "75%",
-    90: "90%",
-    95: "95%",
-    99: "99%",
-    100: "longest",
-}
+_NAMED = {0: "shortest", 50: "median", 100: "longest"}
+_PERCENTILES = {part: _NAMED.get(part, f"{part}%") for part in (0, 5, 25, 50, 75, 90, 95, 99, 100)}
 _SHOWN = 240  # characters of one part of the example, at most
 
 

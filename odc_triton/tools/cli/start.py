@@ -28,14 +28,14 @@ def ending_at_once() -> AbstractContextManager[None]:
     return handling(lambda number, _: os._exit(report_stopped(number)), *STOPS)
 
 
-def join_job(name: str, run: str, options: Any) -> NoReturn:
+def _join(name: str, run: str, options: Any, world: int) -> NoReturn:
     """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
     from ...jobs.train.job import run_here
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     try:
-        run_here(advising(options, joined_world() or 1)(getattr(import_module(name), run)), options)
+        run_here(advising(options, world)(getattr(import_module(name), run)), options)
     except SystemExit as end:
         end_process(status_of(end))
     end_process(0)
@@ -48,8 +48,12 @@ def default_ranks(device: str = "auto") -> int:
     return max(import_module("torch").cuda.device_count(), 1)
 
 
-def start_job(name: str, run: str, options: Any, *, ranks: int) -> None:
-    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
+def start_job(name: str, run: str, options: Any, *, ranks: int | None) -> None:
+    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank;
+    under torchrun as one of its ranks, which have been checked by nobody.
+    """
+    if (world := joined_world()) is not None:
+        _join(name, run, options, world)
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))
     job = LocalRanks(ranks, method="spawn" if has_gpu else "fork")
     with advising(options, ranks), job, handling(job.on_signal, *STOPS):
