@@ -49,9 +49,6 @@ def finish(costs: list[float], speeds: list[float]) -> float:
     return max(free)[0]
 
 
-# ---------------------------------------------------------------------- packing and order
-
-
 def test_the_digest_has_the_queue() -> None:
     """Else ranks that take from other queues would not notice."""
     one, other = (Plan(ready=[[], []], queue=queue) for queue in ([[0, 1], [2]], [[0], [1, 2]]))
@@ -126,9 +123,6 @@ def test_ranks_in_any_order_take_each_pack_once_and_leave_no_key(packs: int) -> 
         assert counter._values == {}
 
 
-# ---------------------------------------------------------------------- the sampler
-
-
 def sampler(rank: int = 0, world: int = 1, **change: object) -> MinibatchSampler:
     return MinibatchSampler(**{"lengths": LENGTHS, "rank": rank, "world": world, **SETTINGS, **change})
 
@@ -182,9 +176,6 @@ def test_a_data_loader_is_refused(workers: int) -> None:
     )
     with pytest.raises(ValueError, match="iterate over the sampler, and inside"):
         next(iter(loader))
-
-
-# ---------------------------------------------------------------------- ranks that die, stores that don't answer
 
 
 def build() -> nn.Module:

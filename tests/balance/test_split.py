@@ -152,9 +152,6 @@ def checked(given: dict) -> Plan:
     return deal
 
 
-# ------------------------------------------------------------------ any minibatch
-
-
 @st.composite
 def minibatches(draw: st.DrawFn, *, replicas: bool = True, images: bool = True) -> dict:
     shards, groups = draw(st.integers(1, 9)), draw(st.sampled_from([1, 1, 2, 3, 4])) if replicas else 1
@@ -366,9 +363,6 @@ def test_others_go_on_at_no_more_places_than_have_room(given: dict, cuts: int) -
         assert found.estimate <= free.estimate
 
 
-# ------------------------------------------------------------------ how even
-
-
 @pytest.mark.parametrize(("length", "ranks"), [(140, 8), (70_000, 8), (70_000, 2)])
 def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: int) -> None:
     """Of 140 tokens on 8 ranks a part has 18, but no segment has fewer than 64."""
@@ -421,9 +415,6 @@ def test_ranks_come_near_an_even_share(
     shares = [share_of_bound(name, samples, ranks=ranks, replicas=replicas, seed=seed) for seed in seeds]
     assert math.fsum(shares) / len(shares) >= share
     assert min(shares) >= min(share, 0.9)
-
-
-# ------------------------------------------------------------------ images
 
 
 def test_a_line_is_cut_by_the_cost_of_images_and_after_them() -> None:
@@ -483,9 +474,6 @@ def test_readable_tokens_are_enough_for_long_images() -> None:
     checked(given | {"tokens": tokens})
 
 
-# ------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -507,8 +495,6 @@ def test_refusals(changed: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         split(**given)
 
-
-# ------------------------------------------------------------------ plans made by hand
 
 P = Segment
 

@@ -210,9 +210,6 @@ def test_graphs_do_not_grow_with_the_layers() -> None:
     assert check(replace(setup, lengths=(7, 12, 31, 5))) <= 3
 
 
-# ------------------------------------------------------------------ the owners' memory
-
-
 def _wait_for(file: Path) -> None:
     deadline_s = time.monotonic() + LONG_S
     while not file.exists():

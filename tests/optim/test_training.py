@@ -97,9 +97,6 @@ def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     assert plan.muon_bytes == plan.shared_bytes - without.shared_bytes > 0
 
 
-# ------------------------------------------------------------------ a rank is gone
-
-
 DEATHS = {"rows": (buffers.MuonBuffers, "orthogonalise"), "matrices": (muon, "_zeropower_via_newtonschulz")}
 
 

@@ -98,9 +98,6 @@ def test_a_layer_that_is_not_told_of_documents_is_named(monkeypatch: pytest.Monk
         enable_packing(model)
 
 
-# ------------------------------------------------------------------ leaks
-
-
 @torch.no_grad()
 def leak(model: nn.Module, *, bounds: bool = True) -> float:
     """How far the other documents' logits move with the first document's tokens, by the largest logit."""
@@ -153,8 +150,6 @@ def test_these_tests_can_fail(name: str) -> None:
     assert singles.count == 0
 
 
-# ------------------------------------------------------------------ branches
-
 # Sample: (sample that it branches off, at which token, tokens after these).
 TREE = {1: (0, 8, 7), 3: (0, 1, 5), 4: (0, 9, 5), 5: (0, 2, 1), 7: (0, 8, 66)}  # the last beyond a chunk of the rule
 # The convolution reaches tokens of two and of three samples.
@@ -191,9 +186,6 @@ def test_branches_beside_others(name: str) -> None:
     other, branch, *alone = P(at, 0, ROOT), P(at + 1, 8, 15, at), *range(at + 2, at + 2 + len(LENGTHS))
     entries = [alone[0], other, alone[1], *ENTRIES, branch, *alone[2:]]
     check(name, tree() + tree()[:2] + documents(), entries)
-
-
-# ------------------------------------------------------------------ generation
 
 
 @pytest.mark.parametrize("name", rows())

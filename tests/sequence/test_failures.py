@@ -43,9 +43,6 @@ def right_after(model: torch.nn.Module, setup: Setup, rank: int) -> None:
     require_plain(found, Setup(prefix=setup.prefix, family=setup.family))
 
 
-# ------------------------------------------------------------------ a microbatch goes wrong on one rank
-
-
 def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
 
     return summed_loss(model, pack).detach() * torch.ones((), requires_grad=True)
@@ -117,9 +114,6 @@ def assert_cause_alone(of_ranks: list[str], words: str) -> None:
         assert words in said
         assert said.count("rank ") - said.count("ranks") - said.count("other rank") <= 2, said
         assert "PeerFailed" not in said
-
-
-# ------------------------------------------------------------------ wrong calls
 
 
 def _wrong_calls(rank: int, world: int) -> None:
