@@ -80,13 +80,7 @@ class SequenceExchange(Participant):
     run_tokens = RUN_TOKENS
 
     def __init__(
-        self,
-        sync: HostSync,
-        streams: Streams,
-        *,
-        grid: Grid,
-        in_order: bool,
-        numbers: Sequence[int] | None = None,
+        self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool, numbers: Sequence[int] | None = None
     ) -> None:
         """`streams`: its own, so that copies and additions overlap the engine's. `in_order`: ranks add to a
         segment in their order, so that its gradients have the same bits in every run. `numbers`: of the layers, in the

@@ -86,11 +86,7 @@ def test_equal_ranks_end_as_with_lb_mini_and_a_slow_one_holds_nobody_up(samples:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ranks": 0}, "ranks is 0"),
-        ({"lengths": [CAP + 1]}, "over the token_cap"),
-    ],
+    ("change", "message"), [({"ranks": 0}, "ranks is 0"), ({"lengths": [CAP + 1]}, "over the token_cap")]
 )
 def test_what_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -168,12 +164,7 @@ def test_a_world_of_one_needs_no_store_and_a_larger_one_says_so() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_loader_is_refused(workers: int) -> None:
     data = PackedDataset([{"input_ids": [1] * length} for length in LENGTHS])
-    loader = torch.utils.data.DataLoader(
-        data,
-        batch_sampler=sampler(),
-        collate_fn=list,
-        num_workers=workers,
-    )
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler(), collate_fn=list, num_workers=workers)
     with pytest.raises(ValueError, match="iterate over the sampler, and inside"):
         next(iter(loader))
 

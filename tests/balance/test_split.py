@@ -187,13 +187,7 @@ def minibatches(draw: st.DrawFn, *, replicas: bool = True, images: bool = True) 
     return found
 
 
-SPLIT_BY_ONE_OF_TWO = {
-    "lengths": [70_000, 100, 100, 100],
-    "ranks": 4,
-    "replicas": 2,
-    "token_cap": 70_000,
-    "cost": COST,
-}
+SPLIT_BY_ONE_OF_TWO = {"lengths": [70_000, 100, 100, 100], "ranks": 4, "replicas": 2, "token_cap": 70_000, "cost": COST}
 # Dealt to two replicas, then to their ranks, they take longer than dealt to four ranks.
 BETTER_WHOLE = SPLIT_BY_ONE_OF_TWO | {"lengths": [671, 614, 555, 267, 244, 129], "token_cap": 1000}
 
@@ -446,12 +440,7 @@ def test_ranks_make_up_for_images() -> None:
         ([9, 385], [0, 85], 400, None),
         ([9, 110], [0, 100], 400, None),
         ([390, 380, 370], [100, 100, 99], 400, None),
-        (
-            [9, 330],
-            [0, 101],
-            400,
-            "sample 7 has 330 .*; the tokens of its images, within the first 101, can't be cut",
-        ),
+        ([9, 330], [0, 101], 400, "sample 7 has 330 .*; the tokens of its images, within the first 101, can't be cut"),
         ([390, 380, 370], [100, 101, 99], 400, "sample 7 has 380 tokens, .* within the first 101, can't be cut"),
         ([9, 391], [0, 91], 50, "others may read 50 tokens .* need 98: .* images, within the first 91, can't"),
         ([9, 400], [0, 0], 50, r"need 100: raise the cap or the tokens to read, or truncate or drop the sample$"),

@@ -17,10 +17,7 @@ from odc_kernels.peers import PeerShards, join
 from odc_kernels.tiles import SoftmaxTile
 from tests.support.place import split
 
-pytestmark = [
-    *place.MARKS,
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
-]
+pytestmark = [*place.MARKS, pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")]
 
 # Tokens, words, the student's columns, the teacher's.
 SHAPES = [(17, 60, 24, 40), (5, 7, 3, 2), (1, 16, 16, 16), (4, 1, 5, 3), (0, 4, 4, 4), (17, 3, 40, 8)]

@@ -304,9 +304,7 @@ def test_the_same_bits_whoever_owns_and_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    "only",
-    [{"q_norm", "k_norm"}, {"wk", "bk", "dx"}, set()],
-    ids=lambda only: "+".join(sorted(only)),
+    "only", [{"q_norm", "k_norm"}, {"wk", "bk", "dx"}, set()], ids=lambda only: "+".join(sorted(only))
 )
 def test_what_needs_no_gradient_is_left_alone(only: set[str]) -> None:
     layer = Layer.of("qwen3 with bias", tokens=5, world=3)

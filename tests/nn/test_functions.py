@@ -258,12 +258,7 @@ def _experts(backends: str) -> dict[str, Case]:
     return cases
 
 
-TABLES = {
-    "experts": _experts,
-    "linear": _linears,
-    "embedding": _embeddings,
-    "qkv": _qkvs,
-}
+TABLES = {"experts": _experts, "linear": _linears, "embedding": _embeddings, "qkv": _qkvs}
 
 
 def _cases(backends: str, dtype: torch.dtype, turn: int) -> dict[str, Case]:

@@ -90,11 +90,7 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "choices"),
-    [
-        slow(2, "cpu-sharded", CHOICES),
-        (3, "cpu", ("auto", DIRECT)),
-    ],
+    ("world", "backend", "choices"), [slow(2, "cpu-sharded", CHOICES), (3, "cpu", ("auto", DIRECT))]
 )
 def test_ones_own_model(world: int, backend: str, choices: tuple[str, ...]) -> None:
     ranks.run(_own_models, world, backend, choices)

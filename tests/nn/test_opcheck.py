@@ -101,10 +101,7 @@ def test_embedding(choice: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "choice", "dtype"),
-    [
-        ("norm, bias", "triton/direct/fused", torch.float32),
-        ("bias, frozen", "triton/gathered/whole", BF16),
-    ],
+    [("norm, bias", "triton/direct/fused", torch.float32), ("bias, frozen", "triton/gathered/whole", BF16)],
 )
 def test_qkv(kind: str, choice: str, dtype: torch.dtype) -> None:
     parameters, norms = attention(kind, dtype)

@@ -90,12 +90,7 @@ def _steps(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((1,), torch.float32),
-        ((3,), torch.bfloat16),
-        slow((2,), torch.float32),
-        slow((2, 2), torch.float32),
-    ],
+    [((1,), torch.float32), ((3,), torch.bfloat16), slow((2,), torch.float32), slow((2, 2), torch.float32)],
 )
 def test_steps_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     replicas, each = (1, *shape)[-2:]

@@ -78,8 +78,7 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "together", "bf16"),
-    [(2, "cpu", True, False), (3, "cpu-sharded", False, True)],
+    ("world", "backend", "together", "bf16"), [(2, "cpu", True, False), (3, "cpu-sharded", False, True)]
 )
 def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     want = _on_one_process()

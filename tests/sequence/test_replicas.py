@@ -22,19 +22,7 @@ from tests.sequence.test_parity import assert_alike
 from tests.sequence.test_trees import assert_alike as assert_as_dense
 from tests.support import ranks
 from tests.support.refusals import caught
-from tests.support.splitting import (
-    DEALS,
-    Dealt,
-    P,
-    Setup,
-    build,
-    packs_of,
-    plain,
-    run,
-    samples,
-    sharded,
-    step_on,
-)
+from tests.support.splitting import DEALS, Dealt, P, Setup, build, packs_of, plain, run, samples, sharded, step_on
 from tests.support.tree_cells import Cell, dense, joined, on_ranks
 
 SETUP = Setup(deal="2x2", replicas=2)

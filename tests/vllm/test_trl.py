@@ -175,11 +175,7 @@ def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, A
 
 
 ENDS = [
-    (
-        signal.SIGSTOP,
-        "refresh",
-        r".*did not answer POST /start_weight_update within 1.5 s",
-    ),
+    (signal.SIGSTOP, "refresh", r".*did not answer POST /start_weight_update within 1.5 s"),
     (signal.SIGSTOP, "generate", r"GenerationFailed: .*did not answer POST /v1/completions within 1.5 s"),
     (signal.SIGKILL, "generate", r"GenerationFailed: .*is unreachable for POST /v1/completions"),
 ]
