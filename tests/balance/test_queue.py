@@ -85,14 +85,6 @@ def test_equal_ranks_end_as_with_lb_mini_and_a_slow_one_holds_nobody_up(samples:
         assert max(held_up) <= 1.1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [({"ranks": 0}, "ranks is 0"), ({"lengths": [CAP + 1]}, "over the token_cap")]
-)
-def test_what_is_refused(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        queue_packs(**{"lengths": [5], "ranks": 2, "token_cap": CAP, **change})
-
-
 def queue_of(packs: int, rank: int, world: int, counter: object, key: str = "q") -> QueuedPacks:
     plan = Plan(ready=[[]] * world, queue=[[i] for i in range(packs)])
     return QueuedPacks(plan, key=key, counter=counter, rank=rank)

@@ -284,17 +284,6 @@ def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, few: 
         assert packs == [*filter(None, queues[rank].waves[rank]), *taken], "waves first, in their order"
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(100, 65536), min_size=1, max_size=9), st.integers(1, 8))
-def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
-    strips = [Strip(i, 0, length) for i, length in enumerate(lengths)]
-    parts = [price(part, {"lengths": lengths, "cost": COST}) for part in cut_line(strips, [1.0] * ranks, COST)]
-    level = math.fsum(parts) / ranks
-    assert level == pytest.approx(math.fsum(map(COST.sequence, lengths)) / ranks)
-    if level >= COST.sequence(6400):
-        assert max(parts) <= 1.01 * level
-
-
 @settings(max_examples=20)
 @given(st.integers(2000, 65536), st.integers(2, 9), st.sampled_from([0.05, 0.2, 0.5]), st.sampled_from(COSTS[::2]))
 def test_parts_that_make_pairs_get_fewer_tokens(length: int, ranks: int, much: float, base: CostModel) -> None:
@@ -466,11 +455,13 @@ def test_readable_tokens_are_enough_for_long_images() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"ranks": 0}, "ranks is 0"),
-        ({"tokens": -1}, "tokens is -1"),
+        ({"ranks": 0}, "ranks is 0: give the number of ranks"),
+        ({"tokens": -1}, "tokens is -1: give the tokens per rank"),
         ({"token_cap": 0}, "token_cap is 0"),
         ({"replicas": 3}, "replicas is 3: give a divisor of the 4 ranks"),
         ({"extra": [1.0] * 3}, "extra has 3 costs for 2 samples"),
+        ({"extra": [1.0, -1.0]}, r"extra\[1\] is -1.0: give a finite cost of 0 or more"),
+        ({"extra": [math.nan, 1.0]}, r"extra\[0\] is nan: give a finite cost of 0 or more"),
         ({"floors": [3]}, "one of 1 `floors` for 2 samples is .* up to its last image's"),
         ({"floors": [3, 8]}, "one of 2 `floors` for 2 samples is 8, of 7 tokens"),
         ({"floors": [-1, 3]}, "samples is -1"),

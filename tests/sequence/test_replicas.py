@@ -15,7 +15,7 @@ import torch
 from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.segments import PlannedSegment, SplitPlan
+from odc_triton.plan.segments import SplitPlan
 from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import assert_alike
@@ -93,21 +93,6 @@ CALLS: dict[str, tuple[Callable | Any, ...]] = {
 def found() -> dict[str, list[Any]]:
     """What each of `CALLS` returned, by rank: on two replicas of two ranks, all in one launch."""
     return dict(zip(CALLS, ranks.run_all(4, *CALLS.values()), strict=True))
-
-
-@pytest.mark.parametrize(("deal", "replicas"), [(DEALS["2x2"], 2), (DEALS["3x2"], 3), (DEALS["2x3"], 2), (AWAY, 2)])
-def test_a_replicas_part_is_as_its_own_plan(deal: Dealt, replicas: int) -> None:
-    plan, shards = SplitPlan.of(deal, replicas=replicas), len(deal) // replicas
-    for replica in range(replicas):
-        part, alone = plan.of_replica(replica), SplitPlan.of(deal[replica * shards :][:shards])
-        assert _in_waves(part) == _in_waves(alone)
-
-
-def _in_waves(plan: SplitPlan | None) -> list[PlannedSegment]:
-    """Those of a replica have the numbers that they have among all."""
-    segments = [] if plan is None else plan.segments
-    numbers = sorted({each.wave for each in segments})
-    return [replace(each, wave=numbers.index(each.wave)) for each in segments]
 
 
 def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
