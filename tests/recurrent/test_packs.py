@@ -151,11 +151,6 @@ def test_these_tests_can_fail(name: str) -> None:
     assert singles.count == 0
 
 
-@pytest.mark.parametrize("name", rows(("qwen3_5",)))
-def test_branches_as_whole_samples(name: str) -> None:
-    check(name, tree(), ENTRIES)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["checkpointing", "fp32"])
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -163,7 +158,7 @@ def test_branches_otherwise(name: str, change: str) -> None:
     check(name, tree(), ENTRIES, change)
 
 
-@pytest.mark.parametrize("name", rows())
+@pytest.mark.parametrize("name", rows(("qwen3_5",)))
 def test_branches_beside_others(name: str) -> None:
     """Two trees and unsplit samples in a pack, in turns."""
     at = len(ENTRIES)
