@@ -58,11 +58,7 @@ class _NamedModule(NamedTuple):
 
 
 def replace_layers(
-    model: nn.Module,
-    *,
-    roles: Iterable[str] = DEFAULT_ROLES,
-    choice: str = AUTO,
-    verbose: bool = True,
+    model: nn.Module, *, roles: Iterable[str] = DEFAULT_ROLES, choice: str = AUTO, verbose: bool = True
 ) -> Replaced:
     """Swaps the layers of these roles for ours. Call it before `fully_shard`. A layer that ours can't replace stays,
     and the reason is reported.

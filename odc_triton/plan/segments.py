@@ -100,7 +100,32 @@ class PlannedSegment:
     offset: int
 
 
-class SplitPlan:
+class PlannedReads:
+    """Planned segments, and what they read of each other: by segment, in the order of tokens."""
+
+    def __init__(self, segments: Iterable[PlannedSegment], reads: Mapping[Segment, Iterable[Read]]) -> None:
+        self._by_segment = {each.segment: each for each in segments}
+        self._reads: dict[Segment, tuple[Read, ...]] = {}
+        self._readers: dict[Segment, list[PlannedSegment]] = {segment: [] for segment in self._by_segment}
+        for segment, own in reads.items():
+            self._reads[segment] = tuple(Read(self._by_segment[holder], low, high) for holder, low, high in own)
+            for read in self._reads[segment]:
+                self._readers[read.holder.segment].append(self._by_segment[segment])
+
+    def find(self, segment: Segment) -> PlannedSegment | None:
+        """The plan of `segment`; None if it is not in it, as no other rank has a part in it."""
+        return self._by_segment.get(segment)
+
+    def reads(self, segment: Segment) -> tuple[Read, ...]:
+        """What `segment` reads: of a `SplitPlan` all tokens before it, also those that its rank computes."""
+        return self._reads[segment]
+
+    def readers(self, segment: Segment) -> list[PlannedSegment]:
+        """The segments that read `segment`."""
+        return self._readers[segment]
+
+
+class SplitPlan(PlannedReads):
     """The ranks that compute the segments of one minibatch; ranks compare it by `digest` at the minibatch's entry.
 
     It also has `waves`, their number, and `tokens`, by rank, how many tokens' keys and values others read.
@@ -123,31 +148,11 @@ class SplitPlan:
         for each in self.segments:
             self.tokens[each.rank] += each.read
         self.digest = hashlib.sha256(f"{self.segments} {contents}".encode()).hexdigest()[:16]
-        self._by_segment = {each.segment: each for each in self.segments}
-        self._reads = {
-            segment: tuple(Read(self._by_segment[read.holder], read.low, read.high) for read in reads)
-            for segment, reads in reads_of(self._by_segment).items()
-        }
-        self._readers: dict[Segment, list[PlannedSegment]] = {segment: [] for segment in self._by_segment}
-        for segment, reads in self._reads.items():
-            for read in reads:
-                self._readers[read.holder.segment].append(self._by_segment[segment])
+        super().__init__(self.segments, reads_of(each.segment for each in self.segments))
 
     def of_rank(self, rank: int) -> list[PlannedSegment]:
         """The segments that `rank` computes."""
         return [each for each in self.segments if each.rank == rank]
-
-    def find(self, segment: Segment) -> PlannedSegment | None:
-        """The plan of `segment`; None if it is not in it, as no other rank has a part in it."""
-        return self._by_segment.get(segment)
-
-    def reads(self, segment: Segment) -> tuple[Read, ...]:
-        """All tokens before `segment`, in order, also those that its rank computes."""
-        return self._reads[segment]
-
-    def readers(self, segment: Segment) -> list[PlannedSegment]:
-        """The segments that read `segment`."""
-        return self._readers[segment]
 
     def of_replica(self, replica: int) -> SplitPlan | None:
         """The part of one replica, whose ranks are numbered from 0; None if nothing is split there."""

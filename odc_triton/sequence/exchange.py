@@ -31,7 +31,7 @@ from ..engine.transport import Streams
 from ..engine.unit import in_backward_pass
 from ..plan.cuts import CutPlan, cuts_of, most_cuts
 from ..plan.entries import Segment
-from ..plan.segments import PlannedSegment, Read, SplitPlan, within
+from ..plan.segments import PlannedReads, PlannedSegment, Read, SplitPlan, within
 from .buffers import RUN_TOKENS, Flag
 from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait
@@ -80,13 +80,7 @@ class SequenceExchange(Participant):
     run_tokens = RUN_TOKENS
 
     def __init__(
-        self,
-        sync: HostSync,
-        streams: Streams,
-        *,
-        grid: Grid,
-        in_order: bool,
-        numbers: Sequence[int] | None = None,
+        self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool, numbers: Sequence[int] | None = None
     ) -> None:
         """`streams`: its own, so that copies and additions overlap the engine's. `in_order`: ranks add to a
         segment in their order, so that its gradients have the same bits in every run. `numbers`: of the layers, in the
@@ -103,7 +97,7 @@ class SequenceExchange(Participant):
         self._epochs = 0  # used up by former plans: two per wave
         # The most cuts of a rank; None: any, as no layer recurs.
         self.split_cuts = self.buffers.cuts if any(shape.rows_per_cut for shape in self.buffers.shapes) else None
-        self._plans: list[SplitPlan | CutPlan] = []  # by layer
+        self._plans: list[PlannedReads] = []  # by layer
         self.cuts: dict[Segment, tuple[int, ...]] = {}  # of the plan
         self._states: dict[Segment, list[SegmentState]] = {}  # of own segments, by layer
         self._written: dict[int, _InBuffer] = {}  # by buffer, in this plan
@@ -258,7 +252,7 @@ class SequenceExchange(Participant):
         of = f"{self._rows(layer)} of " if self.buffers.shapes[layer].rows_per_cut else ""
         return f"gradients of {of}{segment}{f' from {reader}' if reader else ''} in layer {self.numbers[layer]}"
 
-    def of(self, layer: int) -> SplitPlan | CutPlan:
+    def of(self, layer: int) -> PlannedReads:
         """The plan of a layer's rows."""
         assert self.plan is not None, "there are segments, and no plan"
         return self._plans[layer]

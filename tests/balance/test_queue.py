@@ -49,9 +49,6 @@ def finish(costs: list[float], speeds: list[float]) -> float:
     return max(free)[0]
 
 
-# ---------------------------------------------------------------------- packing and order
-
-
 def test_the_digest_has_the_queue() -> None:
     """Else ranks that take from other queues would not notice."""
     one, other = (Plan(ready=[[], []], queue=queue) for queue in ([[0, 1], [2]], [[0], [1, 2]]))
@@ -88,18 +85,6 @@ def test_equal_ranks_end_as_with_lb_mini_and_a_slow_one_holds_nobody_up(samples:
         assert max(held_up) <= 1.1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ranks": 0}, "ranks is 0"),
-        ({"lengths": [CAP + 1]}, "over the token_cap"),
-    ],
-)
-def test_what_is_refused(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        queue_packs(**{"lengths": [5], "ranks": 2, "token_cap": CAP, **change})
-
-
 def queue_of(packs: int, rank: int, world: int, counter: object, key: str = "q") -> QueuedPacks:
     plan = Plan(ready=[[]] * world, queue=[[i] for i in range(packs)])
     return QueuedPacks(plan, key=key, counter=counter, rank=rank)
@@ -124,9 +109,6 @@ def test_ranks_in_any_order_take_each_pack_once_and_leave_no_key(packs: int) -> 
         assert counter._values == {}
         assert [list(queue) for queue in queues] == [[]] * 3  # over is over; nothing more is asked
         assert counter._values == {}
-
-
-# ---------------------------------------------------------------------- the sampler
 
 
 def sampler(rank: int = 0, world: int = 1, **change: object) -> MinibatchSampler:
@@ -174,17 +156,9 @@ def test_a_world_of_one_needs_no_store_and_a_larger_one_says_so() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_loader_is_refused(workers: int) -> None:
     data = PackedDataset([{"input_ids": [1] * length} for length in LENGTHS])
-    loader = torch.utils.data.DataLoader(
-        data,
-        batch_sampler=sampler(),
-        collate_fn=list,
-        num_workers=workers,
-    )
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler(), collate_fn=list, num_workers=workers)
     with pytest.raises(ValueError, match="iterate over the sampler, and inside"):
         next(iter(loader))
-
-
-# ---------------------------------------------------------------------- ranks that die, stores that don't answer
 
 
 def build() -> nn.Module:

@@ -176,9 +176,6 @@ def test_savings() -> None:
     assert find_relatives(samples).savings(cost, token_cap=100) == (0, 0)
 
 
-# ---------------------------------------------------------------- images
-
-
 PROMPT = [*range(10, 60)]
 
 

@@ -16,14 +16,7 @@ LENGTHS = [random.Random(i).randint(1, 100) for i in range(50)]
 
 
 def sampler(**change) -> MinibatchSampler:
-    arguments = {
-        "lengths": LENGTHS,
-        "samples_per_rank": 4,
-        "token_cap": 150,
-        "seed": 5,
-        "rank": 0,
-        "world": 2,
-    }
+    arguments = {"lengths": LENGTHS, "samples_per_rank": 4, "token_cap": 150, "seed": 5, "rank": 0, "world": 2}
     return MinibatchSampler(**{**arguments, **change})
 
 

@@ -106,20 +106,6 @@ def test_a_sample_that_cannot_be_cut_is_named_by_its_place_in_the_data_set(balan
         list(one)
 
 
-def test_a_queue_holds_the_whole_samples_and_counts_each_target_once() -> None:
-    one, other = samplers(balance="queue", counter=OwnCounter(), lengths=LENGTHS[:8])
-    were_split = []
-    for mine, theirs in zip(one, other, strict=True):
-        wave = [*mine.waves[0], *mine.waves[1]]
-        were_split.append(mine.split is not None)
-        assert len(wave) == 2 * were_split[-1]
-        assert all(isinstance(each, Segment) for pack in wave for each in pack), "nothing rides: the rest can be taken"
-        counted = sum(targets([[index]]) for index in mine.own_part() + theirs.own_part())
-        assert targets([*theirs, *mine]) == targets(wave) + targets(mine.packs) == counted
-        assert mine.taken == [], "the other rank was first and took all"
-    assert any(were_split)
-
-
 def test_small_samples_share_a_pack_by_what_waves_cost_too() -> None:
     """Together they are little beside a rank's wave; each alone would be one more microbatch."""
     counter = OwnCounter()

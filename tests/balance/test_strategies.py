@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -134,18 +135,19 @@ def test_every_dealing_holds_every_sample_once_under_the_cap(balance, data):
     assert all(max(loads[heavy] - costs[i], min(loads) + costs[i]) >= loads[heavy] * 0.998 for i in own)
 
 
-@pytest.mark.parametrize("balance", BALANCES)
-def test_refused(balance):
+@pytest.mark.parametrize("call", [queue_packs, *(partial(assign, balance=each) for each in BALANCES)])
+def test_refused(call):
     for change, message in (
         ({"lengths": []}, "lengths is empty"),
         ({"lengths": [3, 0]}, r"lengths\[1\] is 0"),
         ({"lengths": [3, 11]}, r"lengths\[1\] is 11 tokens, over the token_cap of 10: raise the cap"),
         ({"ranks": 0}, "ranks is 0"),
         ({"token_cap": 0}, "token_cap is 0"),
-        ({"balance": "best"}, "balance is 'best': choose one of mini, micro, global, local"),
     ):
         with pytest.raises(ValueError, match=message):
-            assign(**{"lengths": [3, 4], "ranks": 2, "token_cap": 10, "balance": balance, **change})
+            call(**{"lengths": [3, 4], "ranks": 2, "token_cap": 10, **change})
+    with pytest.raises(ValueError, match="balance is 'best': choose one of mini, micro, global, local"):
+        assign([3, 4], ranks=2, token_cap=10, balance="best")
     for count in (1, 5):
         with pytest.raises(ValueError, match=rf"count is {count}: 4 samples .* make from 2 to 4"):
             pack([5, 5, 5, 5], token_cap=10, cost=COST, count=count)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from odc_triton.balance import CostModel, TowerCost, values_of
+from odc_triton.balance import TowerCost, values_of
 
 SIDE, PATCH = 64, 4  # pixels; 256 patches, so that a class token is little
 
@@ -86,15 +86,3 @@ def test_a_config_without_images_or_sizes_is_refused_by_name() -> None:
     config = SimpleNamespace(vision_config=SimpleNamespace(hidden_size=8), text_config=SimpleNamespace())
     with pytest.raises(ValueError, match="config has num_hidden_layers=None, which its cost depends on"):
         TowerCost.from_config(config)
-
-
-def test_extra_costs_that_do_not_fit_are_refused() -> None:
-    cost = CostModel(quadratic=0.0, linear=1.0)
-    assert cost.samples([3, 5], [0.5, 2.0]) == [3.5, 7.0]
-    for extra, message in (
-        ([1.0], "extra has 1 costs for 2 samples"),
-        ([1.0, -1.0], r"extra\[1\] is -1.0"),
-        ([float("nan"), 1.0], r"extra\[0\] is nan"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cost.samples([3, 5], extra)

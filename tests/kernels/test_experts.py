@@ -18,7 +18,7 @@ from odc_kernels import experts
 from odc_kernels.experts import Gate, block_of_rows, gate_ref, grouped_linear, grouped_linear_dx, grouped_wgrad
 from odc_kernels.peers import ALL, PeerShards, join
 from odc_kernels.tiles import LinearTile, WgradTile
-from tests.kernels.test_matrix import TOLERANCE
+from tests.kernels.test_matrix import close
 from tests.support.place import split
 
 pytestmark = place.MARKS
@@ -55,13 +55,6 @@ CASES: list[Any] = [
 
 def offsets_of(counts: list[int], before: int = 0) -> torch.Tensor:
     return (before + torch.tensor([0, *counts]).cumsum(0)).int()
-
-
-def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    """Rows of no expert are NaN in both: they are not written."""
-    scale = max([1.0, *want[~want.isnan()].abs().tolist()])  # terms of about 1 may cancel
-    near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype] * scale}
-    torch.testing.assert_close(got.double(), want, equal_nan=True, **near)
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "kind"), CASES, ids=str)

@@ -132,8 +132,6 @@ def _has(case: Case, tile: Any, arch: int) -> bool:
     return all(constants.get(_NAMES.get(name, name), size) == size for name, size in asdict(tile).items())
 
 
-# ------------------------------------------------------------------ addresses
-
 TTIR = """
 tt.func public @kernel(%p: !tt.ptr<f32>, %a: i32, %b: i32, %on: i1) attributes {{noinline = false}} {{
   %c8 = arith.constant 8 : i32

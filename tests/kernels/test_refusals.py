@@ -353,11 +353,7 @@ ALIASED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"ids": FLOAT_IDS.view(torch.int32)[0, :3], "weight": ONE, "out": FLOAT_IDS.view(-1)[:9].view(3, 3)},
         "out",
     ),
-    (
-        linear_cross_entropy_grad,
-        HEAD | {"output": OUTPUT, "g_logp": zeros(4), "gradient": W, "dh": HEAD["h"]},
-        "dh",
-    ),
+    (linear_cross_entropy_grad, HEAD | {"output": OUTPUT, "g_logp": zeros(4), "gradient": W, "dh": HEAD["h"]}, "dh"),
     (qkv, HEADS_OF | {"x": XW, "q": XW.view(T, HEADS, D), "k": zeros(T, HEADS, D), "v": zeros(T, HEADS, D)}, "q"),
     (qkv, HEADS_OF | {"x": XW, "q": zeros(T, HEADS, D), "k": Q, "v": Q}, "k"),
     (qkv_grad, HEADS_OF | {"x": XW, "dq": Q, "dk": Q, "dv": Q, "out": QkvGradients(dx=XW)}, "dx"),

@@ -14,8 +14,10 @@ from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import ALL, PeerShards, shards_of
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.tiles import LinearTile
+from tests.kernels.test_matrix import TOLERANCE
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
+from tests.support.place import close
 
 pytestmark = place.MARKS
 
@@ -36,17 +38,6 @@ SHAPES = [
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = place.matrix(SHAPES, DTYPES, mixed=[(50, 128, 32), (33, 96, 48), (5, 7, 3)])
 TILE = LinearTile(t=16, n=32, k=16, group=2)
-
-# fp32: a sum of K terms in another order. fp16: products are exact in fp32, one rounding at the end. bf16 likewise,
-# but the interpreter cuts off where a GPU rounds.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
-
-
-def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    assert torch.equal(got.isfinite(), want.isfinite()), "unwritten elements, or NaN where rows have arrived"
-    scale = want.nan_to_num().abs().max().item() if want.numel() else 1.0
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def pulled(weight: list[torch.Tensor], shape: tuple, rank: int) -> StagedWeight:
@@ -78,8 +69,8 @@ def test_linear_and_its_gradients(world: int, shape: tuple, dtype: torch.dtype) 
     linear_staged(x=x, weight=staged, bias=bias_peers, out=y, tile=TILE)
     linear_dx_staged(dy=dy, weight=staged, out=dx, tile=TILE)
     check(staged)
-    close(y, linear_ref(x, weight, bias if with_bias else None), dtype)
-    close(dx, linear_dx_ref(dy, weight), dtype)
+    close(y, linear_ref(x, weight, bias if with_bias else None), TOLERANCE[dtype])
+    close(dx, linear_dx_ref(dy, weight), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("missing", "flag"), [(0, "of the pull before"), (1, "never set"), (2, "of the pull after")])
@@ -96,7 +87,7 @@ def test_an_owner_whose_rows_do_not_come(missing: int, flag: str, columns: int) 
     linear_staged(x=x, weight=staged, out=y, tile=TILE, spins=3)
     want = linear_ref(x, weight, None)
     want[:, 16 * missing : 16 * (missing + 1)] = torch.nan
-    close(y, want, x.dtype)
+    close(y, want, TOLERANCE[x.dtype])
     with pytest.raises(TimeoutError, match=f"owner {missing} of a weight .* in pull 5 "):
         check(staged)
 
@@ -165,5 +156,5 @@ def late_inputs() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
 def test_kernels_wait_for_rows_that_another_process_writes_late() -> None:
     x, dy, weight = late_inputs()
     found = ranks.run(_late, 2)[0]
-    close(found["linear"], linear_ref(x, weight, None), x.dtype)
-    close(found["linear_dx"], linear_dx_ref(dy, weight), x.dtype)
+    close(found["linear"], linear_ref(x, weight, None), TOLERANCE[x.dtype])
+    close(found["linear_dx"], linear_dx_ref(dy, weight), TOLERANCE[x.dtype])

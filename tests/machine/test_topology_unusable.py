@@ -18,11 +18,7 @@ from tests.support.snapshots import load, topology
 
 @pytest.mark.parametrize(
     ("name", "bad", "of", "groups"),
-    [
-        ("hgx-h100-nvswitch", 0, 28, [8]),
-        ("a6000-bridges", 4, 6, [2, 2]),
-        ("pcie-only", 6, 6, [1, 1, 1, 1]),
-    ],
+    [("hgx-h100-nvswitch", 0, 28, [8]), ("a6000-bridges", 4, 6, [2, 2]), ("pcie-only", 6, 6, [1, 1, 1, 1])],
 )
 def test_unusable_pairs_and_groups(name: str, bad: int, of: int, groups: list[int]) -> None:
     found = topology(name)

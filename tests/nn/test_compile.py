@@ -189,8 +189,7 @@ def test_the_fused_head_and_its_loss_around_compiled_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "choice"),
-    [("blocks", "eager/gathered/whole"), ("blocks that recompute", "eager/direct/fused")],
+    ("family", "choice"), [("blocks", "eager/gathered/whole"), ("blocks that recompute", "eager/direct/fused")]
 )
 def test_tied_and_repeated(family: str, choice: str) -> None:
     check(Setup(family=family, choice=choice, engine="cpu-sharded", lengths=(7,)))
@@ -208,9 +207,6 @@ def test_graphs_do_not_grow_with_the_layers() -> None:
     few = check(setup)
     assert few == check(replace(setup, layers=5)) <= 2
     assert check(replace(setup, lengths=(7, 12, 31, 5))) <= 3
-
-
-# ------------------------------------------------------------------ the owners' memory
 
 
 def _wait_for(file: Path) -> None:

@@ -60,8 +60,6 @@ def test_a_step_by_kernels() -> None:
     compare_each(BY_KERNELS, 2, backend="cpu-interpreter", steps=1, sizes=FEW)
 
 
-# ---------------------------------------------------------------------- what is replaced
-
 _PROJECTIONS = ", ".join(f"model.layers.*.self_attn.{each}_proj (2)" for each in "qkvo")
 _MLP = ", ".join(f"model.layers.*.mlp.{each}_proj (2)" for each in ("gate", "up", "down"))
 _UNKNOWN = "of an unknown family"
@@ -109,9 +107,6 @@ def test_the_head_is_replaced_beside_the_others() -> None:
     assert replaced.swapped["head"] == ["lm_head"]
     assert "lm_head" not in replaced.swapped["linear"]
     assert type(model.lm_head) is LMHead
-
-
-# ---------------------------------------------------------------------- attention of another structure
 
 
 class Doubled(LlamaAttention):

@@ -24,9 +24,6 @@ def replaced(model: nn.Module, roles: tuple[str, ...] = BODY, choice: str = "aut
     return model
 
 
-# ---------------------------------------------------------------------- adapters
-
-
 def test_lora_on_o_proj_beside_a_fused_projection() -> None:
     def adapted() -> nn.Module:
         torch.manual_seed(1)
@@ -54,9 +51,6 @@ def test_frozen_weights_have_no_gradient_shards() -> None:
     assert len(parameters) == 21 + 2 * 3 * 2  # of Llama; A and B at three places in two layers
     for parameter in parameters:
         assert (parameter.shard.gradient_shard is not None) == ("lora_" in parameter.name), parameter.name
-
-
-# ---------------------------------------------------------------------- bf16
 
 
 @pytest.mark.parametrize(("backend", "choice", "roles"), [("cpu", "auto", BODY), ("cpu-sharded", KERNELS, WITH_HEAD)])
@@ -93,9 +87,6 @@ def test_bf16_by_policy(name: str, choice: str) -> None:
     assert {gradient.dtype for gradient in got.values()} == {torch.float32}
     assert_same_gradients(got, gradients[0], 5e-2, floor=1e-2)
     assert_same_gradients(got, gradients[1], 5e-2, floor=1e-2)
-
-
-# ---------------------------------------------------------------------- generation, attentions
 
 
 @pytest.mark.slow

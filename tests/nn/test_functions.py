@@ -98,10 +98,6 @@ def _near(got: torch.Tensor | None, want: torch.Tensor | None, dtype: torch.dtyp
         assert worst <= limit, f"{name}: {worst:.2e}, allowed are {limit:.2e}"
 
 
-def check_each(rank: int, world: int, backend: str, backends: dict[torch.dtype, str], turn: int) -> list[int]:
-    return [_check(rank, world, backend, dtype, words, turn) for dtype, words in backends.items()]
-
-
 def _check(rank: int, world: int, backend: str, dtype: torch.dtype, backends: str, turn: int) -> int:
     """One minibatch of every case; some ranks have more microbatches than others. Returns their number."""
     torch.manual_seed(0)
@@ -258,12 +254,7 @@ def _experts(backends: str) -> dict[str, Case]:
     return cases
 
 
-TABLES = {
-    "experts": _experts,
-    "linear": _linears,
-    "embedding": _embeddings,
-    "qkv": _qkvs,
-}
+TABLES = {"experts": _experts, "linear": _linears, "embedding": _embeddings, "qkv": _qkvs}
 
 
 def _cases(backends: str, dtype: torch.dtype, turn: int) -> dict[str, Case]:
@@ -293,7 +284,7 @@ BOTH = "eager triton"
 )
 def test_outputs_and_gradients(world: int, backend: str, backends: dict[torch.dtype, str]) -> None:
     turn = ["cpu", "cpu-sharded", "cpu-interpreter"].index(backend)
-    for counts in zip(*ranks.run(check_each, world, backend, backends, turn), strict=True):
+    for counts in ranks.run_all(world, *((_check, backend, *each, turn) for each in backends.items())):
         assert min(counts) == max(counts) >= 100
 
 

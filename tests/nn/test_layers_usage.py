@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,11 +83,9 @@ def _same(got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | No
 @PLACES
 @pytest.mark.parametrize("use", USES)
 def test_weights_that_are_read_elsewhere_too(use: str, choice: str, backend: str) -> None:
-    ids, models = torch.tensor([[1, 4, 4, 9]]), []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Model(USES[use]))
-    plain, ours = models
+    torch.manual_seed(0)
+    ids, plain = torch.tensor([[1, 4, 4, 9]]), Model(USES[use])
+    ours = copy.deepcopy(plain)
     replace_layers(ours, choice=choice, verbose=False)
     fully_shard(ours, backend=backend)
     want = _gradients(plain, False, lambda: plain(ids).square().mean())
@@ -185,11 +184,9 @@ class Hiding(nn.Module):
 @PLACES
 def test_a_backward_that_the_unit_does_not_hear_of(choice: str, backend: str) -> None:
     """Blocks whose outputs nobody can watch: their weights may have been let go of when their backward comes."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Hiding())
-    plain, ours = models
+    torch.manual_seed(0)
+    plain = Hiding()
+    ours = copy.deepcopy(plain)
     replace_layers(ours, choice=choice, verbose=False)
     fully_shard(ours, backend=backend)
     x = torch.randn(3, 8)

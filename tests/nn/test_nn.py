@@ -56,11 +56,6 @@ def _close(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
 
 
-def _own_models(rank: int, world: int, backend: str, choices: tuple[str, ...]) -> None:
-    for choice in choices:
-        _own_model(rank, world, backend, choice)
-
-
 def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
     batches = [torch.randint(0, 11, (size,), generator=torch.Generator().manual_seed(size)) for size in (7, 1, 12, 3)]
     torch.manual_seed(0)
@@ -90,14 +85,10 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "choices"),
-    [
-        slow(2, "cpu-sharded", CHOICES),
-        (3, "cpu", ("auto", DIRECT)),
-    ],
+    ("world", "backend", "choices"), [slow(2, "cpu-sharded", CHOICES), (3, "cpu", ("auto", DIRECT))]
 )
 def test_ones_own_model(world: int, backend: str, choices: tuple[str, ...]) -> None:
-    ranks.run(_own_models, world, backend, choices)
+    ranks.run_all(world, *((_own_model, backend, choice) for choice in choices))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -235,11 +226,7 @@ class Stack(nn.Module):
 MEMORY_CHOICES = ("direct/fused", "staged", "triton/direct/fused", "triton/staged", "gathered")
 
 
-def _memory(rank: int, world: int) -> list[tuple[list[dict[str, int]], int]]:
-    return [_memory_of(choice) for choice in MEMORY_CHOICES]
-
-
-def _memory_of(choice: str) -> tuple[list[dict[str, int]], int]:
+def _memory(rank: int, world: int, choice: str) -> tuple[list[dict[str, int]], int]:
     model, seen = fully_shard(Stack(choice), backend="cpu-sharded"), []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(_storages(model)))
@@ -255,8 +242,10 @@ def _memory_of(choice: str) -> tuple[list[dict[str, int]], int]:
 
 def test_memory_of_weights() -> None:
     weight_bytes = 96 * 96 * 4
-    found = [pair for of_rank in ranks.run(_memory, 3) for pair in zip(MEMORY_CHOICES, of_rank, strict=True)]
-    for choice, (seen, peak) in found:
+    found = ranks.run_all(3, *((_memory, choice) for choice in MEMORY_CHOICES))
+    for choice, (seen, peak) in (
+        (choice, each) for choice, of in zip(MEMORY_CHOICES, found, strict=True) for each in of
+    ):
         most = [max(units.values()) for units in seen]
         whole = [sum(size >= weight_bytes for size in units.values()) for units in seen]
         if choice == "gathered":  # this unit alone, and once the order is known the next one too
@@ -327,12 +316,7 @@ WHY = {
 }
 
 
-def _replaced_each(rank: int, world: int) -> None:
-    for choice in ("auto", "direct"):
-        _replaced(rank, choice)
-
-
-def _replaced(rank: int, choice: str) -> None:
+def _replaced(rank: int, world: int, choice: str) -> None:
     torch.manual_seed(0)
     plain, model = Torchs(), Torchs()
     model.load_state_dict(plain.state_dict())
@@ -362,4 +346,4 @@ def _replaced(rank: int, choice: str) -> None:
 
 
 def test_torchs_modules_replaced() -> None:
-    ranks.run(_replaced_each, 2)
+    ranks.run_all(2, (_replaced, "auto"), (_replaced, "direct"))

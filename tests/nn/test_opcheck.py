@@ -21,6 +21,10 @@ IDS = [torch.tensor([[1, 6], [2, 1]])[:, 1:], torch.tensor([[0, 3], [3, 5]]).int
 CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
 
 
+def in_dtypes(in_fp32: str, in_bf16: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("choice", "dtype"), [(in_fp32, torch.float32), (in_bf16, BF16)], ids=str)
+
+
 def check(operator: torch._ops.OpOverload, *args: object) -> None:
     with warnings.catch_warnings():
         # opcheck gives its compiler inputs that are no leaves, and the compiler looks at their gradients (torch 2.15).
@@ -58,10 +62,8 @@ def test_all_operators_are_in_this_file() -> None:
     assert ours == {"odc::whole_weight", *(f"odc::{name}{kind}" for name in both for kind in ("", "_grad"))}
 
 
-@pytest.mark.parametrize("choice", ["eager/gathered/whole", "triton/staged/fused, bf16"])
-def test_linear(choice: str) -> None:
-    choice, _, dtype = choice.partition(", ")
-    dtype = BF16 if dtype else torch.float32
+@in_dtypes("eager/gathered/whole", "triton/staged/fused")
+def test_linear(choice: str, dtype: torch.dtype) -> None:
     weight, bias = parameter(N, K, dtype=dtype), parameter(N, dtype=dtype)
     with handles(weight, bias, by_kernels=choice.startswith("triton")) as (w, b):
         for shape, biased in (((2, 3, K), True), ((0, K) if "whole" in choice else (5, K), False)):
@@ -88,10 +90,8 @@ def test_linear_of_which_some_is_frozen(trains: str) -> None:
             check(OPS.linear_grad.default, dy, saved, w, b, K, *needs, choice)
 
 
-@pytest.mark.parametrize("choice", ["eager/gathered/whole", "triton, bf16"])
-def test_embedding(choice: str) -> None:
-    choice, _, dtype = choice.partition(", ")
-    dtype = BF16 if dtype else torch.float32
+@in_dtypes("eager/gathered/whole", "triton")
+def test_embedding(choice: str, dtype: torch.dtype) -> None:
     weight = parameter(N, K, dtype=dtype)
     with handles(weight, by_kernels=choice.startswith("triton")) as (w,):
         for ids, padding_idx in zip(IDS, (None, 3, 0), strict=True):
@@ -101,10 +101,7 @@ def test_embedding(choice: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "choice", "dtype"),
-    [
-        ("norm, bias", "triton/direct/fused", torch.float32),
-        ("bias, frozen", "triton/gathered/whole", BF16),
-    ],
+    [("norm, bias", "triton/direct/fused", torch.float32), ("bias, frozen", "triton/gathered/whole", BF16)],
 )
 def test_qkv(kind: str, choice: str, dtype: torch.dtype) -> None:
     parameters, norms = attention(kind, dtype)
@@ -119,10 +116,8 @@ def test_qkv(kind: str, choice: str, dtype: torch.dtype) -> None:
         check(OPS.qkv_grad.default, *heads, x.detach(), named, norm, 1e-6, rope, q_pre, k_pre, choice)
 
 
-@pytest.mark.parametrize("choice", ["eager", "triton/direct/fused, bf16"])
-def test_grouped_linear(choice: str) -> None:
-    choice, _, dtype = choice.partition(", ")
-    dtype = BF16 if dtype else torch.float32
+@in_dtypes("eager", "triton/direct/fused")
+def test_grouped_linear(choice: str, dtype: torch.dtype) -> None:
     weight, bias = parameter(3, N + 1, K, dtype=dtype), parameter(3, N + 1, dtype=dtype)
     with handles(weight, bias, by_kernels="triton" in choice) as (w, b):
         for offsets, gate in (([0, 2, 2, 5], [7.0, 1.7, 1.0]), ([0, 0, 0, 0], [])):
@@ -136,10 +131,8 @@ def test_grouped_linear(choice: str) -> None:
             check(OPS.grouped_linear_grad.default, torch.randn_like(y), *rest)
 
 
-@pytest.mark.parametrize("choice", ["eager", "triton, bf16"])
-def test_token_log_probs(choice: str) -> None:
-    choice, _, dtype = choice.partition(", ")
-    dtype = BF16 if dtype else torch.float32
+@in_dtypes("eager", "triton")
+def test_token_log_probs(choice: str, dtype: torch.dtype) -> None:
     weight = parameter(N, K, dtype=dtype)
     with handles(weight, by_kernels=choice == "triton") as (w,):
         for tokens, handle in ((4, w), (4, None), (0, w)):  # None: a head that is not sharded
@@ -154,10 +147,8 @@ def test_token_log_probs(choice: str) -> None:
                 check(OPS.token_log_probs_grad.default, *args)
 
 
-@pytest.mark.parametrize("choice", ["eager", "triton, bf16"])
-def test_token_divergence(choice: str) -> None:
-    choice, _, dtype = choice.partition(", ")
-    dtype = BF16 if dtype else torch.float32
+@in_dtypes("eager", "triton")
+def test_token_divergence(choice: str, dtype: torch.dtype) -> None:
     weight, theirs = parameter(N, K, dtype=dtype), parameter(N, 5, dtype=dtype, trains=False)
     with handles(weight, theirs, by_kernels=choice == "triton") as (w, t):
         for tokens, named in ((4, (w, t)), (4, (None, None)), (0, (w, None))):

@@ -246,9 +246,6 @@ def test_as_bitsandbytes(world: int, runs: list[tuple[str, str]]) -> None:
         compare(name, found)
 
 
-# ------------------------------------------------------------------ packs
-
-
 def _split(rank: int, world: int, setup: splitting.Setup) -> Seen:
     return splitting.run(rank, world, setup)[1]
 
@@ -282,9 +279,6 @@ def test_replaced_layers_leave_them(name: str) -> None:
     assert names <= replaced.left.keys()
     assert replaced.swapped["linear"]  # adapters
     verify(model, {"input_ids": BATCHES[0], "labels": BATCHES[0]})
-
-
-# ------------------------------------------------------------------ states
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
@@ -359,9 +353,6 @@ def test_bytes(options: dict[str, Any], most: float) -> None:
         assert read <= most
         assert own <= most / 2 + 1e-3
         assert copies == 0
-
-
-# ------------------------------------------------------------------ what is refused
 
 
 class _Hiding(nn.Module):

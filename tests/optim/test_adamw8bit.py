@@ -67,9 +67,6 @@ def _equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# ------------------------------------------------------------------ steps
-
-
 def _steps(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of this rank's states, after steps that are compared with bitsandbytes' on plain tensors of its rows."""
     import bitsandbytes
@@ -93,12 +90,7 @@ def _steps(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((1,), torch.float32),
-        ((3,), torch.bfloat16),
-        slow((2,), torch.float32),
-        slow((2, 2), torch.float32),
-    ],
+    [((1,), torch.float32), ((3,), torch.bfloat16), slow((2,), torch.float32), slow((2, 2), torch.float32)],
 )
 def test_steps_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     replicas, each = (1, *shape)[-2:]
@@ -107,9 +99,6 @@ def test_steps_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dt
     del model.never  # has had no gradient, so no states
     plan = memory_plan(model, each, replicas=replicas, optimizer="adamw-8bit", backend="cpu")
     assert found[0] == plan.optimizer_state_bytes
-
-
-# ------------------------------------------------------------------ checkpoints
 
 
 def _states(model: nn.Module, optimizer: AdamW8bit) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -203,9 +192,6 @@ def _state_dict(rank: int, world: int) -> None:
 
 def test_a_state_dict_is_loaded() -> None:
     ranks.run(_state_dict, 2)
-
-
-# ------------------------------------------------------------------ misuse
 
 
 def _refusals(rank: int, world: int, folder: Path) -> dict[str, str]:

@@ -69,9 +69,6 @@ def test_cost() -> None:
         assert newton_schulz_cost((n, m)) == 3 * 7 * 3 + 3 * 3 * 3 + 3 * 3 * 7, "X X^T, its square, and that times X"
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
 def _save(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> None:
     model, optimizer = sharded(shape, "cpu")
     step_on(model, optimizer, range(3))
@@ -113,9 +110,6 @@ def test_resumed_on_other_ranks(tmp_path: Path) -> None:
             assert groups == [recorded.OPTIONS] * 2
             for name, value in want.items():
                 torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
-
-
-# ------------------------------------------------------------------ misuse
 
 
 def _refusals(rank: int, world: int) -> dict[str, str]:

@@ -78,8 +78,7 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "together", "bf16"),
-    [(2, "cpu", True, False), (3, "cpu-sharded", False, True)],
+    ("world", "backend", "together", "bf16"), [(2, "cpu", True, False), (3, "cpu-sharded", False, True)]
 )
 def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     want = _on_one_process()
@@ -95,9 +94,6 @@ def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     )
     assert results[0][2] == (plan.optimizer_state_bytes, plan.job_shared_bytes - without.job_shared_bytes)
     assert plan.muon_bytes == plan.shared_bytes - without.shared_bytes > 0
-
-
-# ------------------------------------------------------------------ a rank is gone
 
 
 DEATHS = {"rows": (buffers.MuonBuffers, "orthogonalise"), "matrices": (muon, "_zeropower_via_newtonschulz")}

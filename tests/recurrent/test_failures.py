@@ -21,11 +21,7 @@ FAULTS = [
     ("raised", HYBRID, "rank 1: OutOfMemoryError: no memory for 3 GiB"),
     ("constant", HYBRID, "rank 1: RuntimeError: tokens 8..19 of sample 0 had no backward, and other ranks wait for it"),
     ("skipped", HYBRID, "rank 1: RuntimeError: tokens 8..19 of sample 0 were not computed, and other ranks need them"),
-    (
-        "twice",
-        HYBRID,
-        "rank 1: RuntimeError: tokens 8..19 of sample 0 had a backward already, and other ranks",
-    ),
+    ("twice", HYBRID, "rank 1: RuntimeError: tokens 8..19 of sample 0 had a backward already, and other ranks"),
 ]
 
 
@@ -38,11 +34,7 @@ def test_every_rank_hears_the_cause_alone() -> None:
 GONE = {
     "before its rows": ("publish", ROWS, r"rows of tokens 8\.\.19 of sample 0 in layer 0"),
     "before its states": ("publish", STATES, r"states of tokens 8\.\.19 of sample 0 in layer 0"),
-    "before it adds to states": (
-        "begin_adding",
-        STATES,
-        r"gradients of states of .* from tokens 8\.\.19 .*layer 0",
-    ),
+    "before it adds to states": ("begin_adding", STATES, r"gradients of states of .* from tokens 8\.\.19 .*layer 0"),
     "before it adds to rows": ("begin_adding", ROWS, r"gradients of rows of .* from tokens 8\.\.19 .*layer 0"),
 }
 

@@ -43,9 +43,6 @@ def right_after(model: torch.nn.Module, setup: Setup, rank: int) -> None:
     require_plain(found, Setup(prefix=setup.prefix, family=setup.family))
 
 
-# ------------------------------------------------------------------ a microbatch goes wrong on one rank
-
-
 def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
 
     return summed_loss(model, pack).detach() * torch.ones((), requires_grad=True)
@@ -119,9 +116,6 @@ def assert_cause_alone(of_ranks: list[str], words: str) -> None:
         assert "PeerFailed" not in said
 
 
-# ------------------------------------------------------------------ wrong calls
-
-
 def _wrong_calls(rank: int, world: int) -> None:
     plan = SplitPlan.of(DEALS["two"])
     packs = packs_of(Setup(), rank)
@@ -177,7 +171,7 @@ def test_wrong_calls_are_told() -> None:
 
 def _with_other_tokens(rank: int, world: int) -> list[str]:
     """What a minibatch of a prompt's six completions says, if rank 1 has another token in it, or in a completion."""
-    model, said = sharded(Setup(), rank, tokens=99), []
+    model, said = sharded(Setup(), rank, room=99), []
     for place in (20, 65):
         prompt, answers = [4, 5] * 30, [[10 + n] * 9 for n in range(6)]
         rows = [prompt + answer for answer in answers]

@@ -15,27 +15,13 @@ import torch
 from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.segments import PlannedSegment, SplitPlan
+from odc_triton.plan.segments import SplitPlan
 from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import assert_alike
-from tests.sequence.test_trees import assert_alike as assert_as_dense
 from tests.support import ranks
 from tests.support.refusals import caught
-from tests.support.splitting import (
-    DEALS,
-    Dealt,
-    P,
-    Setup,
-    build,
-    packs_of,
-    plain,
-    run,
-    samples,
-    sharded,
-    step_on,
-)
-from tests.support.tree_cells import Cell, dense, joined, on_ranks
+from tests.support.splitting import DEALS, Dealt, P, Setup, build, packs_of, plain, run, samples, sharded, step_on
 
 SETUP = Setup(deal="2x2", replicas=2)
 # Replica 0 has no segments.
@@ -90,11 +76,11 @@ def _evaluates(rank: int, world: int) -> tuple[str, list[float], dict[str, torch
     return said, losses, step_on(model, SETUP, rank, deal=AWAY)[1]
 
 
-TREES = Cell(shape="three levels", deal="on two replicas", replicas=2)
+TREES = replace(SETUP, deal="2x2 tree", prefix=8, dtype=torch.float64, sizes=(("spread", 0.1),))
 CALLS: dict[str, tuple[Callable | Any, ...]] = {
     "parity": (run, replace(SETUP, steps=2)),
     "raised": (fails_once, "raised", SETUP, 2),
-    "trees": (on_ranks, TREES),
+    "trees": (run, TREES),
     "wrong plans": (_wrong_plans,),
     "evaluates": (_evaluates,),
     **{f"exact, {late} late": (partial(exact_gradients, late=late), SETUP, IN_ORDER) for late in (0, 1)},
@@ -107,27 +93,12 @@ def found() -> dict[str, list[Any]]:
     return dict(zip(CALLS, ranks.run_all(4, *CALLS.values()), strict=True))
 
 
-@pytest.mark.parametrize(("deal", "replicas"), [(DEALS["2x2"], 2), (DEALS["3x2"], 3), (DEALS["2x3"], 2), (AWAY, 2)])
-def test_a_replicas_part_is_as_its_own_plan(deal: Dealt, replicas: int) -> None:
-    plan, shards = SplitPlan.of(deal, replicas=replicas), len(deal) // replicas
-    for replica in range(replicas):
-        part, alone = plan.of_replica(replica), SplitPlan.of(deal[replica * shards :][:shards])
-        assert _in_waves(part) == _in_waves(alone)
-
-
-def _in_waves(plan: SplitPlan | None) -> list[PlannedSegment]:
-    """Those of a replica have the numbers that they have among all."""
-    segments = [] if plan is None else plan.segments
-    numbers = sorted({each.wave for each in segments})
-    return [replace(each, wave=numbers.index(each.wave)) for each in segments]
-
-
 def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
     assert_alike(replace(SETUP, steps=2), found["parity"])
 
 
 def test_trees_as_whole_samples_each_on_one_replica(found: dict[str, list[Any]]) -> None:
-    assert_as_dense(TREES, joined(found["trees"]), dense(TREES))
+    assert_alike(TREES, found["trees"])
     astray = [[[P(0, 0, 9)]], [[P(1, 5, 9, 0)]], [[P(2, 6, 9, 1)]], []]
     words = r"sample \d has segments on ranks of replicas \[0, 1\].*: keep a sample, and all that branch from it"
     with pytest.raises(ValueError, match=words):

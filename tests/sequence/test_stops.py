@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -24,6 +23,7 @@ from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sync import ShownWaits, Wait
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
+from tests.support.leftovers import is_stopped
 from tests.support.replicas import mesh_of
 from tests.support.splitting import DEALS, Dealt, P, Setup, build, step_on
 
@@ -82,12 +82,12 @@ STOPS = {
 }
 
 
-def _stops(stop: Stop, rank: int, victim: psutil.Process, heap: SharedMemoryHeap) -> None:
+def _stops(stop: Stop, rank: int, victim: int, heap: SharedMemoryHeap) -> None:
     if stop.where == "lock":
         try_lock = heap.try_lock
 
         def stops_with_it(*given: Any) -> bool:
-            while rank != stop.victim and not _is_stopped(victim):
+            while rank != stop.victim and not is_stopped(victim):
                 time.sleep(0.01)
             took = try_lock(*given)
             if rank == stop.victim:
@@ -104,7 +104,7 @@ def _stops(stop: Stop, rank: int, victim: psutil.Process, heap: SharedMemoryHeap
     comes, show = getattr(SequenceExchange, late), ShownWaits.show
 
     def comes_late(self: SequenceExchange, *given: Any, **named: Any) -> Any:
-        while rank != stop.victim and not _is_stopped(victim):
+        while rank != stop.victim and not is_stopped(victim):
             time.sleep(0.01)
         return comes(self, *given, **named)
 
@@ -117,11 +117,7 @@ def _stops(stop: Stop, rank: int, victim: psutil.Process, heap: SharedMemoryHeap
     ShownWaits.show = show_and_stop
 
 
-def _is_stopped(process: psutil.Process) -> bool:
-    return process.status() == psutil.STATUS_STOPPED
-
-
-def _end_the_deadline(model: torch.nn.Module, stop: Stop, rank: int, victim: psutil.Process) -> None:
+def _end_the_deadline(model: torch.nn.Module, stop: Stop, rank: int, victim: int) -> None:
     """Once the victim stands still and all others wait, whatever the machine's speed; first on other replicas."""
     engine, waits = model._odc_engine, model._odc_engine.participant(SequenceExchange).sync.waits._waits
 
@@ -132,7 +128,7 @@ def _end_the_deadline(model: torch.nn.Module, stop: Stop, rank: int, victim: psu
             for rank, (shown, arrived) in enumerate(zip(waits.seen(), at_exit, strict=True))
         )
 
-    while not _is_stopped(victim) or not all_wait():
+    while not is_stopped(victim) or not all_wait():
         time.sleep(0.01)
     shards = len(stop.deal) // stop.replicas
     time.sleep(0.2 if rank // shards != stop.victim // shards else 0.4)  # waits that are over are no longer shown
@@ -146,7 +142,7 @@ def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> t
     model = fully_shard(build(setup, replaced=True), mesh=mesh, backend=backend, exact=stop.exact, timeout=LONG_S)
     enable_split(model, tokens=48, layers_in_flight=stop.in_flight)
     pids = model._odc_engine.exchange("processes", {"pid": os.getpid()})
-    victim = psutil.Process(pids[stop.victim]["pid"])
+    victim = pids[stop.victim]["pid"]
     if stop.signal == signal.SIGSTOP:
         Thread(target=_end_the_deadline, args=(model, stop, rank, victim), daemon=True).start()
     _stops(stop, rank, victim, model._odc_engine.participant(SequenceExchange).buffers.heap)

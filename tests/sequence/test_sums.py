@@ -101,9 +101,6 @@ def test_sums_of_all_ranks(world: int) -> None:
             assert len({tuple(each[group]) for each in of_ranks if group in each}) == 1, "other bits"
 
 
-# ------------------------------------------------------------------ failures
-
-
 def _strikes(where: str, strike: Callable[[], None], wait_for: Callable[[], None] | None = None) -> None:
     """This rank does that before it writes its sums, or once it shows that it waits for another's; `wait_for`: the
     others write theirs after that.

@@ -37,6 +37,18 @@ def matrix(shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -
     ]
 
 
+def close(
+    got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str = "", *, least: float = 0.0, rtol: float = -1.0
+) -> None:
+    """Both up to `tolerance` of an element (or `rtol`) and of the largest one, or of `least` if that is more: terms of
+    that size may cancel. NaN, as in memory that nobody wrote, only where `want` has it.
+    """
+    assert torch.equal(got.isfinite(), want.isfinite()), f"{what}: unwritten elements, or NaN where rows were written"
+    atol = tolerance * (max(want.nan_to_num().abs().max().item(), least) if want.numel() else 1.0)
+    near = {"rtol": tolerance if rtol < 0 else rtol, "atol": atol, "equal_nan": True}
+    torch.testing.assert_close(got.double(), want.double(), **near, msg=lambda text: f"{what}: {text}")
+
+
 _CANARY = 64  # elements: a multiple of 16 bytes in any dtype
 _NUMBER = 7  # in canaries of integers
 guarded: list[torch.Tensor] = []

@@ -117,9 +117,6 @@ def _assert_same_policy(found: dict[str, Any]) -> None:
             assert log[f"sampling/importance_sampling_ratio/{end}"] == pytest.approx(1, abs=2 * case.MAX_TOKENS * BOUND)
 
 
-# ------------------------------------------------------------------ a server
-
-
 def _server_mode(address: str, **changes: Any) -> dict[str, Any]:
     return {"vllm_mode": "server", "vllm_server_base_url": address, "vllm_server_timeout": 0.0, **changes}
 
@@ -178,11 +175,7 @@ def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, A
 
 
 ENDS = [
-    (
-        signal.SIGSTOP,
-        "refresh",
-        r".*did not answer POST /start_weight_update within 1.5 s",
-    ),
+    (signal.SIGSTOP, "refresh", r".*did not answer POST /start_weight_update within 1.5 s"),
     (signal.SIGSTOP, "generate", r"GenerationFailed: .*did not answer POST /v1/completions within 1.5 s"),
     (signal.SIGKILL, "generate", r"GenerationFailed: .*is unreachable for POST /v1/completions"),
 ]

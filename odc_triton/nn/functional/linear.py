@@ -173,11 +173,7 @@ def _dx(dy: torch.Tensor, w: ShardedOperand, how: Choice) -> torch.Tensor:
 
 
 def add_linear_gradient(
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: ShardedOperand | None,
-    bias: ShardedOperand | None,
-    how: Choice,
+    dy: torch.Tensor, x: torch.Tensor | None, weight: ShardedOperand | None, bias: ShardedOperand | None, how: Choice
 ) -> None:
     """Adds dyᵀ x to the owners of the weight and the sum of dy to those of the bias; dy: [T, N], x: [T, K]."""
     sink = weight.open_sink() if weight is not None and how.wgrad == "fused" and len(dy) > 0 else None
