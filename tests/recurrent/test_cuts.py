@@ -13,16 +13,19 @@ from odc_triton import enable_split, fully_shard, minibatch, repeating
 from odc_triton.balance import PackedDataset, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.plan.plan import Plan
+from tests.recurrent.test_packs import ENTRIES, ROOT, tree
 from tests.support import ranks
 from tests.support.families import with_lora
 from tests.support.gradients import assert_same_gradients
 from tests.support.hybrids import FAST, HYBRIDS, hybrid, lacking, one_by_one, rules_in, tokens
 from tests.support.parity import TRANSFORMS
-from tests.support.splitting import DEALS, IGNORED, LENGTHS, Dealt, P, gradients, tree
+from tests.support.splitting import DEALS, IGNORED, LENGTHS, Dealt, P, gradients
 
 FP32, FP64 = torch.float32, torch.float64
 Result = tuple[float, dict[str, torch.Tensor]]
 SHARED = 8  # the tokens with which all samples of "tree" and its like begin
+_ROOT_CUT = [P(0, 0, 9), P(0, 9, ROOT)]
+_BRANCH = {each.sample: each for each in ENTRIES}
 
 # By rank and pack.
 CUTS: dict[str, Dealt] = {
@@ -54,7 +57,16 @@ CUTS: dict[str, Dealt] = {
     "cut tree": DEALS["cut tree"],
     "tree in rounds": DEALS["tree waves"],
     "tree within a pack, beside segments": [[[P(1, 0, 17), P(0, 0, 24), P(3, 7, 9, 1)]], [[2, P(0, 24, 41)]]],
-    **{name: DEALS[name] for name in ("branches of branches", "cut branches")},
+    "branches of branches": [
+        [[_ROOT_CUT[0], _BRANCH[2], _BRANCH[4]]],
+        [[_ROOT_CUT[1], _BRANCH[6], _BRANCH[8]]],
+        [[_BRANCH[1], _BRANCH[3], _BRANCH[5], _BRANCH[7]]],
+    ],
+    "cut branches": [
+        [[P(0, 0, ROOT), P(7, 9, 40)]],
+        [[P(7, 8, 9, 0), _BRANCH[1], P(2, 12, 16)]],
+        [[P(7, 40, 74), P(2, 10, 12, 1), *(_BRANCH[at] for at in (3, 4, 5, 6, 8))]],
+    ],
 }
 
 

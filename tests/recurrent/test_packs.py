@@ -20,11 +20,10 @@ from tests.support import slow
 from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.hybrids import FAST, HYBRIDS, hybrid, one_by_one, rules_in, tokens
 from tests.support.parity import TRANSFORMS
-from tests.support.splitting import ENTRIES, ROOT, tree
 from tests.support.vision import FAMILIES
 
 Samples = list[dict[str, Any]]
-FP32, FP64, P = torch.float32, torch.float64, Segment
+FP32, FP64, IGNORED, P = torch.float32, torch.float64, -100, Segment
 # Shorter than the convolution's kernel, longer than a chunk of the rule, of one token.
 LENGTHS = (2, 67, 1, 9)
 
@@ -149,6 +148,28 @@ def test_these_tests_can_fail(name: str) -> None:
         assert leak(model, bounds=False) > 1e-2
         one_by_one(model, documents())
     assert singles.count == 0
+
+
+# Sample: (sample that it branches off, at which token, tokens after these).
+TREE = {1: (0, 8, 7), 3: (0, 1, 5), 4: (0, 9, 5), 5: (0, 2, 1), 7: (0, 8, 66)}  # the last beyond a chunk of the rule
+# The convolution reaches tokens of two and of three samples.
+TREE = dict(sorted((TREE | {2: (1, 10, 6), 6: (2, 11, 4), 8: (3, 2, 3)}).items()))
+ROOT = 20
+ENTRIES = [P(0, 0, ROOT), *(P(at, start, start + own, of) for at, (of, start, own) in TREE.items())]
+
+
+def tree() -> list[dict[str, Any]]:
+    """What a branch shares is learned by its parent only."""
+    made = [{"input_ids": tokens(ROOT, 0), "labels": tokens(ROOT, 0)}]
+    for at, (of, start, own) in TREE.items():
+        ids = made[of]["input_ids"][:start] + tokens(own, at)
+        made.append({"input_ids": ids, "labels": [IGNORED] * (start + 1) + ids[start + 1 :]})
+    return made
+
+
+@pytest.mark.parametrize("name", rows(("qwen3_5",)))
+def test_branches_as_whole_samples(name: str) -> None:
+    check(name, tree(), ENTRIES)
 
 
 @pytest.mark.slow

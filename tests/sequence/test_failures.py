@@ -171,7 +171,7 @@ def test_wrong_calls_are_told() -> None:
 
 def _with_other_tokens(rank: int, world: int) -> list[str]:
     """What a minibatch of a prompt's six completions says, if rank 1 has another token in it, or in a completion."""
-    model, said = sharded(Setup(), rank, room=99), []
+    model, said = sharded(Setup(), rank, tokens=99), []
     for place in (20, 65):
         prompt, answers = [4, 5] * 30, [[10 + n] * 9 for n in range(6)]
         rows = [prompt + answer for answer in answers]

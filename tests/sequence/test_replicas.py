@@ -19,9 +19,11 @@ from odc_triton.plan.segments import SplitPlan
 from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import assert_alike
+from tests.sequence.test_trees import assert_alike as assert_as_dense
 from tests.support import ranks
 from tests.support.refusals import caught
 from tests.support.splitting import DEALS, Dealt, P, Setup, build, packs_of, plain, run, samples, sharded, step_on
+from tests.support.tree_cells import Cell, dense, joined, on_ranks
 
 SETUP = Setup(deal="2x2", replicas=2)
 # Replica 0 has no segments.
@@ -76,11 +78,11 @@ def _evaluates(rank: int, world: int) -> tuple[str, list[float], dict[str, torch
     return said, losses, step_on(model, SETUP, rank, deal=AWAY)[1]
 
 
-TREES = replace(SETUP, deal="2x2 tree", prefix=8, dtype=torch.float64, sizes=(("spread", 0.1),))
+TREES = Cell(shape="three levels", deal="on two replicas", replicas=2)
 CALLS: dict[str, tuple[Callable | Any, ...]] = {
     "parity": (run, replace(SETUP, steps=2)),
     "raised": (fails_once, "raised", SETUP, 2),
-    "trees": (run, TREES),
+    "trees": (on_ranks, TREES),
     "wrong plans": (_wrong_plans,),
     "evaluates": (_evaluates,),
     **{f"exact, {late} late": (partial(exact_gradients, late=late), SETUP, IN_ORDER) for late in (0, 1)},
@@ -98,7 +100,7 @@ def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
 
 
 def test_trees_as_whole_samples_each_on_one_replica(found: dict[str, list[Any]]) -> None:
-    assert_alike(TREES, found["trees"])
+    assert_as_dense(TREES, joined(found["trees"]), dense(TREES))
     astray = [[[P(0, 0, 9)]], [[P(1, 5, 9, 0)]], [[P(2, 6, 9, 1)]], []]
     words = r"sample \d has segments on ranks of replicas \[0, 1\].*: keep a sample, and all that branch from it"
     with pytest.raises(ValueError, match=words):

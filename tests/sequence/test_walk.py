@@ -21,27 +21,12 @@ from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import OwnFlag, Wait
+from tests.support.relatives import reads
 
 RANKS, LAYERS = 3, 2
 Segments = tuple[Segment, ...]
 Deal = list[list[list[Entry]]]
 Steps = list[list[list[tuple[int, int]]]]  # by rank and step, the (rank, step) that must be done before
-
-
-def reads(segments: Iterable[Segment], segment: Segment) -> dict[Segment, tuple[int, int]]:
-    """Of `segments`, those that hold tokens before `segment`, and which: from, up to. They are of its sample, and of
-    the samples that this branches from.
-    """
-    by_sample: dict[int, list[Segment]] = {}
-    for each in sorted(segments, key=lambda each: each.start):
-        by_sample.setdefault(each.sample, []).append(each)
-    found: dict[Segment, tuple[int, int]] = {}
-    sample, stop = segment.sample, segment.start
-    while sample is not None:
-        own = by_sample[sample]
-        found |= {each: (each.start, min(each.stop, stop)) for each in own if each.start < stop}
-        sample, stop = own[0].parent, min(stop, own[0].start)
-    return found
 
 
 def tree(*branches: tuple[int, int]) -> Segments:

@@ -22,7 +22,7 @@ from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
-from tests.support.hybrids import HYBRIDS, hybrid, tokens
+from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of
 
@@ -31,14 +31,6 @@ IGNORED = -100
 Dealt = list[list[list[Entry]]]
 
 P = Segment
-# A deep tree, by sample: (sample that it branches off, at which token, tokens after these).
-TREE = {1: (0, 8, 7), 3: (0, 1, 5), 4: (0, 9, 5), 5: (0, 2, 1), 7: (0, 8, 66)}  # the last beyond a chunk of the rule
-# The convolution reaches tokens of two and of three samples.
-TREE = dict(sorted((TREE | {2: (1, 10, 6), 6: (2, 11, 4), 8: (3, 2, 3)}).items()))
-ROOT = 20
-ENTRIES = [P(0, 0, ROOT), *(P(at, start, start + own, of) for at, (of, start, own) in TREE.items())]
-_CUT = [P(0, 0, 9), P(0, 9, ROOT)]
-_BRANCH = {each.sample: each for each in ENTRIES}
 DEALS: dict[str, Dealt] = {
     # One sequence over two ranks, a rider, and a whole sample after the wave.
     "two": [[[P(0, 0, 24), 3], [1]], [[P(0, 24, 41)], [2]]],
@@ -72,19 +64,6 @@ DEALS: dict[str, Dealt] = {
         [[P(2, 20, 30), P(3, 7, 9, 0)]],
     ],
     "tree waves": [[[P(0, 0, 5)], [P(3, 7, 9, 2)]], [[P(0, 5, 41)], [P(2, 0, 20)]], [[P(1, 7, 17, 0)], [P(2, 20, 30)]]],
-    "mixed tree": [[[P(0, 0, 41), 3]], [[P(2, 7, 30, 0)]], [[1]]],
-    "2x2 tree": [[[P(0, 0, 5), P(1, 7, 17, 0)]], [[P(0, 5, 41)]], [[P(2, 0, 30)]], [[P(3, 7, 9, 2)]]],
-    # Of the samples of `tree`.
-    "branches of branches": [
-        [[_CUT[0], _BRANCH[2], _BRANCH[4]]],
-        [[_CUT[1], _BRANCH[6], _BRANCH[8]]],
-        [[_BRANCH[1], _BRANCH[3], _BRANCH[5], _BRANCH[7]]],
-    ],
-    "cut branches": [
-        [[P(0, 0, ROOT), P(7, 9, 40)]],
-        [[P(7, 8, 9, 0), _BRANCH[1], P(2, 12, 16)]],
-        [[P(7, 40, 74), P(2, 10, 12, 1), *(_BRANCH[at] for at in (3, 4, 5, 6, 8))]],
-    ],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
@@ -130,19 +109,6 @@ class Setup:
     groups: tuple[tuple[int, int], ...] = ()
 
 
-def in_own_dtype(model: nn.Module) -> nn.Module:
-    """Norms that would round each row's gradient to fp32: a shared row has one, unshared samples several."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-
-            def norm(x: torch.Tensor, of: nn.Module = module) -> torch.Tensor:
-                scale = of.weight + (1.0 if "Gemma" in type(of).__name__ else 0.0)
-                return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
-
-            module.forward = norm
-    return model
-
-
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
     """On packed attention; `replaced`: with our layers too, where the setup has them."""
     torch.manual_seed(0)
@@ -150,8 +116,6 @@ def build(setup: Setup, *, replaced: bool) -> nn.Module:
         model = hybrid(setup.family, dtype=setup.dtype)
     else:
         model = causal_lm(setup.family, **dict(setup.sizes), **ROPES.get(setup.rope, {})).to(setup.dtype)
-    if setup.dtype == torch.float64 and (setup.prefix or "branches" in setup.deal):
-        model = in_own_dtype(model)
     for change in setup.change.split("+"):
         if replaced or change not in REPLACING:
             model = TRANSFORMS[change](model)
@@ -164,8 +128,6 @@ def build(setup: Setup, *, replaced: bool) -> nn.Module:
 
 
 def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
-    if "branches" in setup.deal:
-        return [{name: torch.tensor(each[name]) for name in each} for each in tree()]
     generator = torch.Generator().manual_seed(step)
     made = []
     for length in (each * setup.scale for each in LENGTHS):
@@ -176,15 +138,6 @@ def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
         same = setup.prefix * setup.scale
         ids[:same], labels[:same] = torch.arange(3, 3 + same), IGNORED
         made.append({"input_ids": ids, "labels": labels})
-    return made
-
-
-def tree() -> list[dict[str, list[int]]]:
-    """What a branch shares is learned by its parent only."""
-    made = [{"input_ids": tokens(ROOT, 0), "labels": tokens(ROOT, 0)}]
-    for at, (of, start, own) in TREE.items():
-        ids = made[of]["input_ids"][:start] + tokens(own, at)
-        made.append({"input_ids": ids, "labels": [IGNORED] * (start + 1) + ids[start + 1 :]})
     return made
 
 
@@ -203,7 +156,7 @@ def _longer(entry: Entry, scale: int) -> Entry:
     return Segment(entry.sample, entry.start * scale, entry.stop * scale, entry.parent)
 
 
-def sharded(setup: Setup, rank: int, room: int = 96) -> nn.Module:
+def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
     from odc_triton import enable_split, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setup.half else None
@@ -211,7 +164,7 @@ def sharded(setup: Setup, rank: int, room: int = 96) -> nn.Module:
     if setup.replicas > 1:
         mesh = mesh_of((setup.replicas, len(DEALS[setup.deal]) // setup.replicas))
     model = fully_shard(build(setup, replaced=True), backend=setup.backend, mp_policy=policy, mesh=mesh)
-    enable_split(model, tokens=room * setup.scale, layers_in_flight=setup.in_flight)
+    enable_split(model, tokens=tokens * setup.scale, layers_in_flight=setup.in_flight)
     engine_of(model).participant(SequenceExchange).run_tokens = setup.run_tokens
     return model
 
