@@ -17,13 +17,7 @@ from odc_triton.jobs.data.prepared import prepare_data
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML
-from tests.support.processors import (
-    FAMILIES,
-    WITHOUT_TORCHVISION,
-    encoded_image,
-    image,
-    make_processor,
-)
+from tests.support.processors import FAMILIES, WITHOUT_TORCHVISION, encoded_image, image, make_processor
 from tests.support.records import write_lines
 from tests.support.tokenized import tokenize_file
 

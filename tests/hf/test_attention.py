@@ -130,12 +130,7 @@ def test_generate_is_unchanged(name):
     model = build(name)
     ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(6))
     ids[0, :3] = 0
-    options = {
-        "attention_mask": (ids != 0).long(),
-        "max_new_tokens": 8,
-        "min_new_tokens": 8,
-        "do_sample": False,
-    }
+    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
     before = model.generate(ids, **options)
     hf.enable_packing(model)

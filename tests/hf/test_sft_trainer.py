@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from torch import nn
 
 from odc_triton import fully_shard
-from odc_triton.hf import enable_packing
+from odc_triton.hf import ODCSFTTrainer, enable_packing
 from tests.support import ranks, slow
 from tests.support.models import build
 from tests.support.trainer_case import assert_weights_alike, in_order, samples, weights_of
@@ -34,10 +35,7 @@ def _arguments(folder: str, changes: dict[str, Any]) -> Any:
 
 
 def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: bool = False) -> dict[str, Any]:
-    from datasets import Dataset
     from trl import SFTTrainer
-
-    from odc_triton.hf import ODCSFTTrainer
 
     environment()
     order = {"train_sampling_strategy": "sequential"} if plain else {}

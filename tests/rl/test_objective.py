@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from odc_triton.hf import enable_packing
+from odc_triton.jobs.data.tokenizer import read_tokenizer
 from odc_triton.jobs.rl.generation import Sampled
 from odc_triton.jobs.rl.learned import Learned
 from odc_triton.jobs.rl.policy_gradient import PolicyGradient
@@ -126,10 +128,7 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
     drawn = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
     logp = policy.log()[drawn]
     terms = TokenTerms(
-        advantage=torch.zeros(8),
-        weight=torch.full((8,), 1 / 8),
-        old=logp,
-        reference=reference.log()[drawn],
+        advantage=torch.zeros(8), weight=torch.full((8,), 1 / 8), old=logp, reference=reference.log()[drawn]
     )
     loss, sums = PolicyLoss(loss="dapo", low=0.2, high=0.2, kl=0.5)(logp, terms)
     want = (policy * (policy / reference).log()).sum()
@@ -177,10 +176,6 @@ def test_a_step_across_the_end_of_a_pass_goes_on_in_the_order_of_the_next() -> N
 
 
 def test_prompts_of_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:
-    import json
-
-    from odc_triton.jobs.data.tokenizer import read_tokenizer
-
     write_case(tmp_path)
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
     turn = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
