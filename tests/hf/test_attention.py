@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from odc_triton import hf
 from odc_triton.packs.document_attention import AttentionTerms
@@ -206,11 +207,13 @@ class LargestTensor(TorchDispatchMode):
 
     elements = 0
 
+    def count(self, tensor):
+        return tensor.numel()
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+        tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.elements = max([self.elements, *map(self.count, tensors)])
         return result
 
 
