@@ -46,16 +46,16 @@ UNLEARNED = {**SAY, "weight": 0}
 
 
 @pytest.mark.parametrize(
-    ("fields", "messages", "learned_from", "tools"),
+    ("fields", "messages"),
     [
-        ({"messages": [ASK, SAY]}, [ASK, SAY], 0, None),
-        ({"messages": [ASK, SAY], "prompt": "why"}, [ASK, SAY], 0, None),
-        ({"messages": json.dumps([ASK, SAY])}, [ASK, SAY], 0, None),
-        ({"messages": FROM}, [ASK, SAY], 0, None),
-        ({"messages": [{"role": "human", "content": "why"}, {"role": "gpt", "content": "yes"}]}, [ASK, SAY], 0, None),
-        ({"conversations": FROM}, [ASK, SAY], 0, None),
-        ({"conversations": json.dumps(FROM), "system": "be kind"}, [SYSTEM, ASK, SAY], 0, None),
-        ({"conversations": [{"from": "system", "value": "be kind"}, *FROM], "system": ""}, [SYSTEM, ASK, SAY], 0, None),
+        ({"messages": [ASK, SAY]}, [ASK, SAY]),
+        ({"messages": [ASK, SAY], "prompt": "why"}, [ASK, SAY]),
+        ({"messages": json.dumps([ASK, SAY])}, [ASK, SAY]),
+        ({"messages": FROM}, [ASK, SAY]),
+        ({"messages": [{"role": "human", "content": "why"}, {"role": "gpt", "content": "yes"}]}, [ASK, SAY]),
+        ({"conversations": FROM}, [ASK, SAY]),
+        ({"conversations": json.dumps(FROM), "system": "be kind"}, [SYSTEM, ASK, SAY]),
+        ({"conversations": [{"from": "system", "value": "be kind"}, *FROM], "system": ""}, [SYSTEM, ASK, SAY]),
         (
             {
                 "conversations": [
@@ -76,35 +76,28 @@ UNLEARNED = {**SAY, "weight": 0}
                 {"role": "tool", "content": "2"},
                 SAY,
             ],
-            0,
-            [TOOL],
         ),
-        ({"conversations": [{**each, "role": None, "content": None} for each in FROM]}, [ASK, SAY], 0, None),
-        ({"messages": [ASK, {**CALLS, "tool_calls": json.dumps(CALLS["tool_calls"])}]}, [ASK, CALLS], 0, None),
-        ({"messages": [ASK, {**CALLS, "tool_calls": CALL}]}, [ASK, CALLS], 0, None),
-        (
-            {"messages": [ASK, {**CALLS, "tool_calls": [{"name": None, **CALLS["tool_calls"][0]}]}]},
-            [ASK, CALLS],
-            0,
-            None,
-        ),
+        ({"conversations": [{**each, "role": None, "content": None} for each in FROM]}, [ASK, SAY]),
+        ({"messages": [ASK, {**CALLS, "tool_calls": json.dumps(CALLS["tool_calls"])}]}, [ASK, CALLS]),
+        ({"messages": [ASK, {**CALLS, "tool_calls": CALL}]}, [ASK, CALLS]),
+        ({"messages": [ASK, {**CALLS, "tool_calls": [{"name": None, **CALLS["tool_calls"][0]}]}]}, [ASK, CALLS]),
         (
             {"messages": [ASK, {**CALLS, "tool_calls": [{"id": "7", **CALL}]}]},
             [ASK, {**CALLS, "tool_calls": [{"id": "7", **CALLS["tool_calls"][0]}]}],
-            0,
-            None,
         ),
-        ({"messages": [ASK, {**SAY, "tool_calls": "[]"}]}, [ASK, SAY], 0, None),
-        ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY], 2, None),
-        ({"prompt": [ASK, UNLEARNED, ASK], "completion": [SAY]}, [ASK, UNLEARNED, ASK, SAY], 3, None),
-        ({"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY]}, [ASK, SAY] * 3, 3, None),
-        ({"prompt": FROM[:1], "completion": FROM[1:], "tools": [TOOL]}, [ASK, SAY], 1, [TOOL]),
-        ({"messages": [ASK, SAY], "tools": [json.dumps(TOOL)]}, [ASK, SAY], 0, [TOOL]),
+        ({"messages": [ASK, {**SAY, "tool_calls": "[]"}]}, [ASK, SAY]),
+        ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY]),
+        ({"prompt": [ASK, UNLEARNED, ASK], "completion": [SAY]}, [ASK, UNLEARNED, ASK, SAY]),
+        ({"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY]}, [ASK, SAY] * 3),
+        ({"prompt": FROM[:1], "completion": FROM[1:], "tools": [TOOL]}, [ASK, SAY]),
+        ({"messages": [ASK, SAY], "tools": [json.dumps(TOOL)]}, [ASK, SAY]),
     ],
 )
-def test_messages(fields, messages, learned_from, tools):
+def test_messages(fields, messages):
     record = read(fields)
-    assert (record.messages, record.learned_from, record.tools) == (messages, learned_from, tools)
+    learned_from = len(fields["prompt"]) if "completion" in fields else 0
+    assert (record.messages, record.learned_from) == (messages, learned_from)
+    assert record.tools == ([TOOL] if "tools" in fields else None)
     assert (record.prompt, record.completion) == (None, "")
     listed = "prompt and completion as messages"
     assert record.form == next(name for name in fields if name in ("messages", "conversations", "prompt")).replace(

@@ -17,13 +17,7 @@ from odc_triton.jobs.data.prepared import prepare_data
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML
-from tests.support.processors import (
-    FAMILIES,
-    WITHOUT_TORCHVISION,
-    encoded_image,
-    image,
-    make_processor,
-)
+from tests.support.processors import FAMILIES, WITHOUT_TORCHVISION, encoded_image, image, make_processor
 from tests.support.records import write_lines
 from tests.support.tokenized import tokenize_file
 
@@ -85,21 +79,15 @@ def prepared(folder, tmp_path, processor, *records, **options) -> TokenizedDatas
 
 def wanted_of(processor, messages, folder):
     """What the processor makes of a conversation, and where the assistant's words are among its tokens."""
-    opened = [
-        message
-        | {
-            "content": [
-                part | {"image": image(*SIZES[part["image"]], seed=list(SIZES).index(part["image"]))}
-                if part["type"] == "image"
-                else part
-                for part in message["content"]
-            ]
-        }
-        for message in messages
-    ]
+
+    def opened(part):
+        name = part.get("image")
+        return part if name is None else part | {"image": image(*SIZES[name], seed=list(SIZES).index(name))}
+
+    whole = [each | {"content": [opened(part) for part in each["content"]]} for each in messages]
     processor.video_processor = SimpleNamespace(num_frames=1, fps=1)  # SmolVLM's reads them
     try:
-        found = processor.apply_chat_template(opened, tokenize=True, return_dict=True, return_tensors="np")
+        found = processor.apply_chat_template(whole, tokenize=True, return_dict=True, return_tensors="np")
     finally:
         processor.video_processor = None
     of_batch = {"input_ids"} | (

@@ -58,10 +58,7 @@ FORMS = {
     ),
     "LLaVA, in the middle": (
         {"messages": [*asked("See <image> and <image>"), *asked("Why?")], "images": ["a", "b"]},
-        [
-            *asked({"type": "text", "text": "See "}, IMAGE, {"type": "text", "text": " and "}, IMAGE),
-            *asked("Why?"),
-        ],
+        [*asked({"type": "text", "text": "See "}, IMAGE, {"type": "text", "text": " and "}, IMAGE), *asked("Why?")],
         ["a", "b"],
     ),
     "no image": ({"messages": asked(ASKS), "images": [], "image": ""}, asked(ASKS), []),
@@ -92,11 +89,7 @@ WRONG = {
         {"image": "a"},
         "message 1 of the assistant has an image",
     ),
-    "more places": (
-        asked(IMAGE, IMAGE),
-        {"images": ["a"]},
-        "1 images in 'images' and its messages have 2 places",
-    ),
+    "more places": (asked(IMAGE, IMAGE), {"images": ["a"]}, "1 images in 'images' and its messages have 2 places"),
     "fewer places": (asked(IMAGE), {"images": ["a", "b"]}, "2 images in 'images' and its messages have 1 places"),
     "both fields": (asked(IMAGE), {"images": ["a"], "image": "b"}, "has 'images' and also 'image'; keep one"),
     "opened by Pillow": (asked(IMAGE), {"image": image()}, "image 1 of 'image': an image is a path, .* not Image"),
@@ -121,10 +114,7 @@ def test_image_columns_stay_encoded(tmp_path, kind):
     datasets = pytest.importorskip("datasets")
     part = {"type": datasets.Value("string"), "text": datasets.Value("string")}
     features = datasets.Features(
-        {
-            "messages": [{"role": datasets.Value("string"), "content": [part]}],
-            "images": datasets.List(datasets.Image()),
-        }
+        {"messages": [{"role": datasets.Value("string"), "content": [part]}], "images": datasets.List(datasets.Image())}
     )
     messages = [{"role": "user", "content": [IMAGE, ASKS]}, {"role": "assistant", "content": [ASKS]}]
     made = datasets.Dataset.from_dict({"messages": [messages], "images": [[{"bytes": PNG}]]}, features)

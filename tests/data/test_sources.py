@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import hashlib
 
+import datasets
 import pytest
 
 from odc_triton.jobs.data import sources
-from odc_triton.jobs.data.dataset import TokenizedDataset as Data
-from odc_triton.jobs.data.dataset import tokenize_source
 from odc_triton.jobs.data.prepared import prepare_data
 from odc_triton.jobs.data.records import DataError
-from odc_triton.jobs.data.sources import RecordFiles, RecordRows, open_source
-from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
+from odc_triton.jobs.data.sources import RecordRows, open_source
+from tests.support.records import ENCODER, NEVER, samples_of
 
 ROWS = [
     {"text": "ab", "prompt": None, "completion": None, "messages": None},
     {"text": None, "prompt": "a", "completion": "xy", "messages": None},
     {"text": None, "prompt": None, "completion": None, "messages": [{"role": "user", "content": "a", "name": None}]},
 ]
-
-
-def test_rows_are_read_like_lines(tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", {"text": "ab"}, {"prompt": "a", "completion": "xy"})
-    tokenize_source(RecordRows(ROWS[:2], "rows"), CHARACTERS, tmp_path / "rows.npz")
-    tokenize_source(RecordFiles([path]), CHARACTERS, tmp_path / "lines.npz")
-    assert samples_of(Data.load(tmp_path / "rows.npz")) == samples_of(Data.load(tmp_path / "lines.npz"))
-    assert [record.form for record in RecordRows(ROWS, "rows")] == ["text", "prompt and completion", "messages"]
 
 
 @pytest.mark.parametrize(
@@ -59,16 +50,12 @@ def test_fields_that_only_a_table_has_are_left_out():
 
 
 def made(rows):
-    import datasets
-
     # Its own way to a fingerprint, Dataset.from_list, pickles pyarrow's module, which some pairs of versions can't.
     table = datasets.table.InMemoryTable.from_pylist(rows)
     return datasets.Dataset(table, fingerprint=hashlib.sha256(repr(rows).encode()).hexdigest()[:16])
 
 
 def test_saved_data_set(tmp_path):
-    import datasets
-
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     both = datasets.DatasetDict(train=made(ROWS[:2]), test=made([{"messages": messages, "prompt": "a"}] * 3))
     both.save_to_disk(tmp_path / "both")
@@ -92,8 +79,6 @@ def test_saved_data_set(tmp_path):
 
 
 def test_names_of_the_hub(monkeypatch):
-    import datasets
-
     asked = []
 
     def load(*arguments, **options):

@@ -7,6 +7,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from bench.stdlib_corpus import build_corpus
 from odc_triton.jobs.data.tokenizer import (
@@ -46,12 +50,8 @@ def test_training_is_repeatable_and_keeps_its_size(trained, some_corpus):
 
 
 def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
-    import transformers
-
     path = write_lines(
-        tmp_path / "data.jsonl",
-        {"prompt": "def f():\n", "completion": "    return 1\n"},
-        {"text": "import é"},
+        tmp_path / "data.jsonl", {"prompt": "def f():\n", "completion": "    return 1\n"}, {"text": "import é"}
     )
     trained.save(str(tmp_path / "tokenizer.json"))
     to_transformers(trained).save_pretrained(tmp_path / "model")
@@ -71,8 +71,6 @@ def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     """transformers makes an empty one of it, or raises, by its class."""
-    import transformers
-
     for kind in ("qwen2", "gpt2", "mbart", "llama"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(ValueError, match=rf"^{tmp_path} has no tokenizer(.|\n)*[:;] give --tokenizer$"):
@@ -87,9 +85,6 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
 
 def test_model_tokenizer_keeps_its_beginning_of_sequence(tmp_path):
-    import tokenizers
-    import transformers
-
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "?": 3}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     options = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -125,8 +120,6 @@ def test_a_file_that_pads_and_cuts_does_neither_here(trained):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, split):
-    from transformers import PreTrainedTokenizerFast
-
     class Reversed(PreTrainedTokenizerFast):
         def _encode_plus(self, *arguments, **options):
             found = super()._encode_plus(*arguments, **options)
@@ -142,9 +135,6 @@ def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, s
 
 def spaced_tokenizer(kind: str):
     """As Llama 2's tokenizer.json puts a space before a text, or as RoBERTa's; with merges across words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     rust = Tokenizer(models.BPE(byte_fallback=kind == "metaspace", unk_token="<unk>"))
     rust.pre_tokenizer, rust.decoder = {
         "metaspace": (

@@ -133,18 +133,13 @@ def test_what_a_template_leaves_out_is_named(tmp_path, template, record, name):
         tokenized(tmp_path, {"text": "fine"}, record, encoder=TextEncoder.of(make_tokenizer(template)))
 
 
+NOTED = {**ANSWER, "id": "m1", "model": "x-1", "score": 0.5, "created": "2026-01-01 10:00"}
+
+
 @pytest.mark.parametrize(
     ("template", "record"),
     [
-        (
-            CHATML,
-            {
-                "messages": [
-                    QUESTION,
-                    {**ANSWER, "id": "m1", "model": "x-1", "score": 0.5, "created": "2026-01-01 10:00"},
-                ]
-            },
-        ),
+        (CHATML, {"messages": [QUESTION, NOTED]}),
         (CHATML, {"messages": [{**QUESTION, "note": "of a user"}, {**ANSWER, "name": "The Model", "tags": ["a"]}]}),
         (LAST_REASONED, {"messages": [QUESTION, REASONED]}),
         (LAST_REASONED, {"prompt": [QUESTION, REASONED, QUESTION], "completion": [ANSWER]}),  # it is not learned

@@ -1,10 +1,12 @@
 """Packs against plain transformers run on each document alone, for tiny random models in fp32."""
 
 import copy
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from odc_triton import hf
 from odc_triton.packs.document_attention import AttentionTerms
@@ -15,6 +17,7 @@ from tests.support.versions import since
 
 TOLERANCE = 1e-4  # fp32 sums over the same terms in another order
 LENGTHS = (9, 1, 14)  # the sliding windows are shorter than the first and the last document
+PARTS = [slice(*bounds) for bounds in pairwise(accumulate(LENGTHS, initial=0))]
 MODELS = ("Qwen2", "Qwen2, windows", "Mistral", "Gemma2", "Gemma3", "GPT2", "Phi3", "Qwen2Moe", "GptOss", "DeepseekV3")
 INDEXED = pytest.param("HYV4", marks=since("5.20", "indexers are not told of documents"))
 
@@ -31,11 +34,8 @@ def make_pack(lengths=LENGTHS, seed: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 97, (1, sum(lengths)), generator=generator)
     labels = ids.clone()
-    start = 0
-    for length in lengths:
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
         labels[0, start : start + (length + 1) // 2] = -100  # the first half is the prompt
-        labels[0, start] = -100
-        start += length
     return {
         "input_ids": ids,
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
@@ -54,9 +54,7 @@ def test_pack_equals_each_document_alone(name):
     logits = packed(**hf.model_inputs(pack) | {"use_cache": True}).logits[0]
     (logits * weight).sum().backward()
 
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
-    for start, length in zip(starts, LENGTHS, strict=False):
-        part = slice(start, start + length)
+    for part in PARTS:
         expected = alone(input_ids=pack["input_ids"][:, part], use_cache=False).logits[0]
         torch.testing.assert_close(logits[part], expected, rtol=1e-4, atol=1e-4)
         (expected * weight[part]).sum().backward()
@@ -130,12 +128,7 @@ def test_generate_is_unchanged(name):
     model = build(name)
     ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(6))
     ids[0, :3] = 0
-    options = {
-        "attention_mask": (ids != 0).long(),
-        "max_new_tokens": 8,
-        "min_new_tokens": 8,
-        "do_sample": False,
-    }
+    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
     before = model.generate(ids, **options)
     hf.enable_packing(model)
@@ -214,11 +207,13 @@ class LargestTensor(TorchDispatchMode):
 
     elements = 0
 
+    def count(self, tensor):
+        return tensor.numel()
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+        tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.elements = max([self.elements, *map(self.count, tensors)])
         return result
 
 
@@ -252,9 +247,8 @@ def test_summed_loss_is_the_librarys_times_the_targets(name, keeps_logits, monke
         monkeypatch.setattr(model, "forward", without)
     pack = make_pack()
     hf.summed_loss(model, pack).backward()
-    total, starts = 0.0, torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
-    for start, length in zip(starts, LENGTHS, strict=False):
-        part = slice(start, start + length)
+    total = 0.0
+    for part in PARTS:
         labels = pack["labels"][:, part]
         if (targets := (labels != -100).sum()) > 0:
             loss = plain(input_ids=pack["input_ids"][:, part], labels=labels, use_cache=False).loss * targets

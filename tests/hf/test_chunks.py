@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc_triton import fully_shard, minibatch
 from odc_triton.hf import compute_in_chunks, summed_loss
 from odc_triton.nn.modules import Linear
 from odc_triton.nn.replace import replace_layers
+from tests.hf.test_attention import LargestTensor
 from tests.support.families import FAMILIES, causal_lm
 from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.models import build
@@ -76,19 +75,16 @@ def test_gradients_of_every_family(family: str) -> None:
     compare(family)
 
 
-class Widest(TorchDispatchMode):
+class Widest(LargestTensor):
     """The most elements for each token of the tensors of all tokens, or of all but one, that operators returned."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.elements, self._tokens = 0, {tokens, tokens - 1}
+        self._tokens = {tokens, tokens - 1}
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = operator(*args, **(kwargs or {}))
-        for each in torch.utils._pytree.tree_leaves(out):
-            if isinstance(each, torch.Tensor) and self._tokens & {*each.shape}:
-                self.elements = max(self.elements, each.numel() // max(self._tokens & {*each.shape}))
-        return out
+    def count(self, tensor: torch.Tensor) -> int:
+        tokens = self._tokens & {*tensor.shape}
+        return tensor.numel() // max(tokens) if tokens else 0
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -140,9 +140,6 @@ def test_ranks_with_and_without_images_train_together(family: str) -> None:
     ],
 )
 def test_every_family_with_frozen_trained_and_adapted_towers(family: str, change: str) -> None:
-    for world, dtype, backend in (
-        (3, torch.float64, "cpu"),
-        (2, torch.float32, "cpu-sharded"),
-    ):
+    for world, dtype, backend in ((3, torch.float64, "cpu"), (2, torch.float32, "cpu-sharded")):
         if (change, dtype) != ("fused head", torch.float64):  # which it does not take
             check(family, change, world, dtype, backend)

@@ -48,8 +48,7 @@ def _steps(rank: int, world: int, setup: Setup) -> tuple[list[dict[str, torch.Te
 
 
 @pytest.mark.parametrize(
-    ("backend", "change"),
-    [("cpu", "reentrant"), ("cpu-sharded", "checkpointing"), slow("cpu-sharded", "reentrant")],
+    ("backend", "change"), [("cpu", "reentrant"), ("cpu-sharded", "checkpointing"), slow("cpu-sharded", "reentrant")]
 )
 def test_the_same_gradients(backend: str, change: str) -> None:
     for (plain, *found), (once, twice, after), tokens in ranks.run(

@@ -11,13 +11,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from odc_triton import fully_shard
-from odc_triton.hf import enable_packing
 from tests.nn.test_packed import INT8, NF4
 from tests.support import pair_case, ranks, trl_case
 from tests.support.models import build
-from tests.support.trainer_case import in_order, samples, weights_of
-from tests.support.trl_case import COMMON, adapted, environment, model_of, plainly, tokenizer
+from tests.support.trl_case import adapted, model_of, tokenizer
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
@@ -44,33 +41,12 @@ def save_quantised(folder: Path, options: dict[str, Any]) -> str:
     return str(folder / "base")
 
 
-def _sft(ours: bool, world: int, folder: str, start: str, changes: dict, resume: Any) -> dict[str, Any]:
-    import trl
-    from datasets import Dataset
-
-    from odc_triton import hf
-
-    environment()
-    rows = {"per_device_train_batch_size": 4 // world, "optim": "adamw_torch", "learning_rate": 1e-2}
-    order = {} if ours else {"train_sampling_strategy": "sequential"}
-    args = trl.SFTConfig(**COMMON | rows | order | {"output_dir": folder} | changes)
-    data = Dataset.from_list(samples() if ours else in_order())
-    model = adapted(model_of(start), "base")
-    if ours:
-        enable_packing(model)
-    of, model = (hf.ODCSFTTrainer, fully_shard(model)) if ours else (trl.SFTTrainer, plainly(model))
-    trainer = of(model, args, train_dataset=data, processing_class=tokenizer())
-    trainer.train(resume_from_checkpoint=resume)
-    weights = weights_of(model) if ours else {key: value.detach() for key, value in model.named_parameters()}
-    return {"logs": trainer.state.log_history, "weights": weights}
-
-
 def _run(
     rank: int, world: int, name: str, ours: bool, folder: str, start: str, more: Any = None, resume: Any = None
 ) -> Any:
     kind, changes = name.split(",")[0], RUNS[name][1] | (more or {})
     if kind == "SFT":
-        found = _sft(ours, world, folder, start, changes, resume)
+        found = trl_case.sft_run(ours, world, folder, adapted(model_of(start), "base"), changes, resume)
     elif kind == "DPO":
         found = pair_case.run(kind, ours, world, folder, start, dict(changes), resume)
     elif ours:

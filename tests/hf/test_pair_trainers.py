@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,28 +164,6 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(resumed["weights"][name], value, rtol=1e-5, atol=1e-6)
 
 
-def _killed(rank: int, world: int, folder: str) -> None:
-    trainer = case.trainer_of("DPO", True, world, f"{folder}/out", f"{folder}/model-0", {})
-    mean_loss_of = trainer._mean_loss_of
-
-    def dies(*args: Any) -> torch.Tensor:
-        if rank == 1 and trainer.state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return mean_loss_of(*args)
-
-    trainer._mean_loss_of = dies
-    trainer.train()
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    _folders(tmp_path)
-    with ranks.start(_killed, 2, str(tmp_path)) as job:
-        first, second = job.join()
-    assert second.signal == signal.SIGKILL
-    assert (first.error_type, "rank 1 died" in first.error) == ("RankLost", True), first.error
-
-
 # ------------------------------------------------------------------ packing, and what is refused
 
 
@@ -214,11 +190,7 @@ _BOTH = [
     ({}, {"share_prefixes": "on"}, "share_prefixes is 'on': give 'auto' or 'off'"),
     ({}, {"compute_metrics": print}, "compute_metrics is given, and packs have no logits"),
     ({}, {"peft_config": object()}, "peft_config is given, but the model is sharded already"),
-    (
-        {"max_length": 2},
-        {},
-        "max_length=2 leaves nothing to learn of any of 2 samples of the train data set",
-    ),
+    ({"max_length": 2}, {}, "max_length=2 leaves nothing to learn of any of 2 samples of the train data set"),
 ]
 # Arguments, what else the trainer is given, and the error.
 REFUSED = {

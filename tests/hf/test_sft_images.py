@@ -67,10 +67,7 @@ def _train(rank: int, world: int, folder: str, family: str, kind: str, plain: bo
     trainer.train()
     trainer.evaluate()
     weights = dict(model.named_parameters()) if plain else weights_of(model) if rank == 0 else {}
-    return {
-        "logs": trainer.state.log_history,
-        "weights": {name: value.detach() for name, value in weights.items()},
-    }
+    return {"logs": trainer.state.log_history, "weights": {name: value.detach() for name, value in weights.items()}}
 
 
 @pytest.mark.slow

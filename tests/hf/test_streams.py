@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
+from odc_triton.base.errors import RanksDiffer
+from odc_triton.hf import ODCTrainer
 from odc_triton.jobs.trainers.streams import StreamedSteps
 from tests.support import ranks
 from tests.support.models import build
@@ -72,8 +75,6 @@ def _trained(
     rank: int, world: int, folder: str, stream: Any, resume: str | None = None, **changes: Any
 ) -> dict[str, Any]:
     """What a run leaves; a step has 4 samples whatever the world."""
-    from odc_triton.hf import ODCTrainer
-
     tokens = []
 
     class Counted(ODCTrainer):
@@ -90,9 +91,6 @@ def _trained(
 
 
 def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
-    from odc_triton.base.errors import RanksDiffer
-    from odc_triton.hf import ODCTrainer
-
     found = {"whole": _trained(rank, world, f"{folder}/whole", Stream(), **SAVING)}
     with pytest.raises(RanksDiffer, match="rank 1 has other samples than rank 0: give every rank the same data set"):
         _trained(rank, world, f"{folder}/other", Stream(first=rank))
@@ -115,8 +113,6 @@ def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def _plain(folder: Path, data: Any) -> Any:
-    from transformers import Trainer
-
     plain = Trainer(
         build("qwen2"), arguments(str(folder / "plain"), use_cpu=True), train_dataset=data, data_collator=pad
     )

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
 
+from odc_triton.balance import MinibatchSampler
+from odc_triton.checkpoint.dcp import read_metadata, tensors_of
 from tests.support import ranks
 from tests.support.models import build
 from tests.support.trainer_case import (
@@ -76,8 +80,6 @@ def _assert_as_plain(results: list[dict[str, Any]], folder: Path, **changes: Any
 
 def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, Any]:
     """A rank has one pack or none."""
-    from odc_triton.balance import MinibatchSampler
-
     sampler = MinibatchSampler(LENGTHS, 1, max(LENGTHS), seed=42, rank=rank, world=world)
     sampler.samples_per_minibatch = 1
     trainer = odc_trainer(folder, 1, sampler=sampler)
@@ -170,8 +172,6 @@ def test_as_plain_and_goes_on(tmp_path: Path) -> None:
 
 def _assert_loads(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """In plain transformers: the same weights, identical logits."""
-    from transformers import AutoModelForCausalLM
-
     ids, want = torch.tensor([[5, 9, 3, 17, 40, 2]]), build("qwen2").eval()
     want.load_state_dict(weights)
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -194,8 +194,6 @@ def test_adapters(tmp_path: Path) -> None:
     """PEFT's model trains as in plain torch; its checkpoints and its folder have the adapters only."""
     import peft
 
-    from odc_triton.checkpoint.dcp import read_metadata, tensors_of
-
     found = ranks.run(_adapted, 2, str(tmp_path))
     _assert_as_plain([whole for whole, _ in found], tmp_path, lora=True)
     checkpoint = tmp_path / "whole" / "checkpoint-2"
@@ -217,8 +215,6 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
-    from transformers import TrainerCallback
-
     class Stops(TrainerCallback):
         seen: tuple[str, ...] = ()
 
@@ -309,8 +305,6 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def _smooths_padded_batches(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
-    from transformers.trainer_pt_utils import LabelSmoother
-
     trainer.label_smoother = LabelSmoother(0.3)
     with torch.no_grad():
         found, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton.hf import ODCTrainer
 from tests.support.trainer_case import arguments, logs, samples, sharded_model
 
 
@@ -20,7 +21,6 @@ def _trained(kind: type, folder: Path) -> Any:
 
 def test_a_step_on_fewer_packs(tmp_path: Path) -> None:
     """The mean is over the targets of those."""
-    from odc_triton.hf import ODCTrainer
 
     class First(ODCTrainer):
         def training_step(self, model: Any, inputs: Any, *given: Any) -> Any:
@@ -39,8 +39,6 @@ def test_a_step_on_fewer_packs(tmp_path: Path) -> None:
 
 
 def test_inputs_may_be_taken_out(tmp_path: Path) -> None:
-    from odc_triton.hf import ODCTrainer
-
     class Pops(ODCTrainer):
         def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> torch.Tensor:
             loss = super().compute_loss(model, inputs, *given, **named)
@@ -54,7 +52,6 @@ def test_inputs_may_be_taken_out(tmp_path: Path) -> None:
 
 def test_a_loss_of_two_calls(tmp_path: Path) -> None:
     """TRL's metrics are of the tokens of both."""
-    from odc_triton.hf import ODCTrainer
 
     class Halves(ODCTrainer):
         def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> torch.Tensor:

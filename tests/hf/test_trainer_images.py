@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, Trainer
 
 from odc_triton import fully_shard
+from odc_triton.balance import MinibatchSampler
 from odc_triton.hf import ODCTrainer, enable_packing
 from odc_triton.jobs.data.vision import read_processor
 from odc_triton.plan.relatives import floor_of
@@ -38,8 +41,6 @@ def _changes(world: int) -> dict[str, Any]:
 
 
 def _train(rank: int, world: int, folder: str) -> dict[str, Any]:
-    from datasets import Dataset
-
     data = FAMILY.samples(SIZES)
     # Of lists, with None for what a sample does not have.
     given = {"train_dataset": Dataset.from_list(data), "eval_dataset": data[:3]}
@@ -53,10 +54,6 @@ def _train(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def _plain(folder: str) -> dict[str, Any]:
-    from transformers import Trainer
-
-    from odc_triton.balance import MinibatchSampler
-
     class Plain(Trainer):
         def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Tensor:
             return _loss(model, inputs["sample"]) / num_items_in_batch
@@ -162,7 +159,6 @@ def _adapted(rank: int, world: int, folder: str, lora: tuple[str, ...]) -> dict[
 def test_adapters_of_the_tower_are_saved(tmp_path: Path) -> None:
     """And of the text. PEFT answers the same."""
     import peft
-    from transformers import AutoModelForImageTextToText
 
     lora, base = ("q_proj", "fc1", "qkv", "up_proj"), FAMILY.model()
     base.save_pretrained(tmp_path / "base")

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from odc_triton import fully_shard
+from odc_triton.balance import MinibatchSampler, find_relatives
+from odc_triton.hf import ODCTrainer, PackingUnsupported, enable_packing, summed_loss
 from odc_triton.jobs.trainers.sharded_trainer import ShardedTrainer
 from odc_triton.packs.collate import pack_collate
 from tests.support.models import build
@@ -38,8 +42,6 @@ def test_arguments_are_refused(tmp_path: Path, changes: dict[str, Any], words: s
 
 def test_other_ways_to_train_are_refused(tmp_path: Path) -> None:
     """Set on the arguments afterwards: TrainingArguments itself wants a GPU, or a package, for some of them."""
-    from odc_triton.hf import ODCTrainer
-
     model, names = sharded_model(), ("fp16", "fsdp", "deepspeed", "full_determinism", "save_on_each_node")
     for name in (*names, "packing", "activation_offloading"):
         args = arguments(str(tmp_path))
@@ -50,7 +52,6 @@ def test_other_ways_to_train_are_refused(tmp_path: Path) -> None:
 
 def test_fsdp_of_accelerates_launcher_is_refused(tmp_path: Path) -> None:
     """accelerate takes it from the environment, on GPUs only: here a subclass says that it did."""
-    from odc_triton.hf import ODCTrainer
 
     class Launched(ODCTrainer):
         def create_accelerator_and_postprocess(self) -> None:
@@ -62,10 +63,6 @@ def test_fsdp_of_accelerates_launcher_is_refused(tmp_path: Path) -> None:
 
 
 def test_models_are_refused(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
-    from odc_triton.balance import MinibatchSampler
-    from odc_triton.hf import ODCTrainer
-
     args = arguments(str(tmp_path))
     with pytest.raises(ValueError, match=r"Qwen2ForCausalLM is not sharded: call odc_triton.hf.enable_packing"):
         ODCTrainer(build("qwen2"), args, train_dataset=samples())
@@ -93,10 +90,6 @@ def test_models_are_refused(tmp_path: Path) -> None:
 def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
     import peft
 
-    from odc_triton import fully_shard
-    from odc_triton.hf import ODCTrainer, enable_packing, summed_loss
-    from odc_triton.packs.collate import pack_collate
-
     model = build("qwen2")
     enable_packing(model)
     options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -113,8 +106,6 @@ def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
 def test_classifiers_without_scores_of_tokens_are_refused() -> None:
     from transformers import GPTNeoXConfig, GPTNeoXForSequenceClassification
 
-    from odc_triton.hf import PackingUnsupported, enable_packing
-
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
     model = GPTNeoXForSequenceClassification(GPTNeoXConfig(vocab_size=97, num_labels=1, pad_token_id=0, **sizes))
     with pytest.raises(PackingUnsupported, match=r"GPTNeoXForSequenceClassification .* it gives a score of each row"):
@@ -122,9 +113,6 @@ def test_classifiers_without_scores_of_tokens_are_refused() -> None:
 
 
 def test_noise_in_segments_of_samples_is_refused(tmp_path: Path) -> None:
-    from odc_triton.balance import MinibatchSampler, find_relatives
-    from odc_triton.hf import ODCTrainer
-
     sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), relatives=find_relatives(samples()))
     args = arguments(str(tmp_path), neftune_noise_alpha=5.0)
     with pytest.raises(ValueError, match="neftune_noise_alpha with segments of samples"):
@@ -132,9 +120,6 @@ def test_noise_in_segments_of_samples_is_refused(tmp_path: Path) -> None:
 
 
 def test_streams_are_refused(tmp_path: Path) -> None:
-    from odc_triton.balance import MinibatchSampler
-    from odc_triton.hf import ODCTrainer
-
     model, given = sharded_model(), {"train_dataset": Streamed(samples())}
     sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS))
     for changes, options, words in (
@@ -164,10 +149,6 @@ def test_streams_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_routers_loss_without_the_number_of_samples_is_refused(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
-    from odc_triton.hf import ODCTrainer, enable_packing
-    from odc_triton.packs.collate import pack_collate
-
     class OwnBatches(ODCTrainer):
         def get_train_dataloader(self) -> list:
             return [pack_collate([samples()[:2]])]
@@ -181,10 +162,6 @@ def test_a_routers_loss_without_the_number_of_samples_is_refused(tmp_path: Path)
 
 
 def test_data_is_refused(tmp_path: Path) -> None:
-    from torch.utils.data import DataLoader
-
-    from odc_triton.hf import ODCTrainer
-
     class PlainBatches(ODCTrainer):
         def get_train_dataloader(self) -> DataLoader:
             return DataLoader([{"input_ids": torch.ones(3, dtype=torch.int64)}], batch_size=1)
@@ -220,9 +197,6 @@ class Drawn(list):
 @pytest.mark.parametrize("shares", [True, False])
 def test_samples_that_ranks_share_stay_as_they_are(tmp_path: Path, shares: bool) -> None:
     """Each rank would read its part of another sample. Without shared samples a draw at each access is fine."""
-    from odc_triton.balance import MinibatchSampler
-    from odc_triton.hf import ODCTrainer
-    from odc_triton.plan.relatives import find_relatives
 
     def loader(kind: type) -> Any:
         data = kind(samples())
@@ -253,9 +227,6 @@ def test_samples_that_ranks_share_stay_as_they_are(tmp_path: Path, shares: bool)
 )
 def test_other_inputs_of_the_model_are_refused(tmp_path: Path, column: str, how: dict, words: str | None) -> None:
     """As transformers' Trainer has it, a column that the model does not name is left out."""
-    from odc_triton.balance import MinibatchSampler
-    from odc_triton.hf import ODCTrainer, summed_loss
-
     data: Any = [{**sample, column: [0] * len(sample["input_ids"])} for sample in samples()]
     sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), rank=0, world=1) if how.pop("sampled", False) else None
     data = Streamed(data) if how.pop("streamed", False) else data

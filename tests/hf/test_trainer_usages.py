@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from odc_triton import fully_shard
-from odc_triton.hf import ODCTrainer, enable_packing
+from odc_triton import fully_shard, minibatch
+from odc_triton.hf import ODCTrainer, enable_packing, summed_loss
 from odc_triton.packs.collate import count_target_tokens, pack_collate
 from tests.support.models import build
 from tests.support.trainer_case import (
@@ -87,11 +88,6 @@ def test_bf16(tmp_path: Path) -> None:
 
 def test_accelerate_divides_nothing() -> None:
     """By gradient_accumulation_steps: a minibatch's losses are divided by all its tokens already."""
-    from accelerate import Accelerator
-
-    from odc_triton import minibatch
-    from odc_triton.hf import summed_loss
-
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     try:
         model, plain = sharded_model(), build("qwen2")

@@ -59,13 +59,18 @@ def _by_torch(pairs: tuple[int, ...], kind: str) -> dict[str, Any]:
     ]
     loss = LOSSES[kind](ratio, torch.tensor(learned)).mean()
     loss.backward()
-    rewards = BETA * ratio.detach()
+    return _found(loss, BETA * ratio, model)
+
+
+def _found(loss: Tensor, rewards: Tensor, model: nn.Module) -> dict[str, Any]:
+    """`rewards`: [N, 2]."""
+    chosen, rejected = rewards.detach().unbind(1)
     return {
         "loss": loss.detach(),
-        "rewards/chosen": rewards[:, 0].mean(),
-        "rewards/rejected": rewards[:, 1].mean(),
-        "rewards/accuracies": (rewards[:, 0] > rewards[:, 1]).double().mean(),
-        "rewards/margins": (rewards[:, 0] - rewards[:, 1]).mean(),
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/accuracies": (chosen > rejected).double().mean(),
+        "rewards/margins": (chosen - rejected).mean(),
         **{name: parameter.grad for name, parameter in model.named_parameters()},
     }
 
@@ -128,17 +133,11 @@ def _of_reward(rank: int, world: int) -> float:
         assert evaluated == pytest.approx(got, rel=1e-9)
         got |= {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
         plain = _classifier()
-        chosen, rejected = torch.stack([plain(text[None]).logits[0, 0] for text in texts]).view(-1, 2).unbind(1)
+        scores = torch.stack([plain(text[None]).logits[0, 0] for text in texts]).view(-1, 2)
+        chosen, rejected = scores.unbind(1)
         loss = (-F.logsigmoid(chosen - rejected) + CENTER * (chosen + rejected) ** 2).mean()
         loss.backward()
-    want: dict[str, Any] = {
-        "loss": loss.detach(),
-        "rewards/chosen": chosen.detach().mean(),
-        "rewards/rejected": rejected.detach().mean(),
-        "rewards/accuracies": (chosen > rejected).double().mean(),
-        "rewards/margins": (chosen - rejected).detach().mean(),
-    }
-    return _largest_error(got, want | {name: parameter.grad for name, parameter in plain.named_parameters()})
+    return _largest_error(got, _found(loss, scores, plain))
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -37,6 +37,13 @@ ANSWERS = {
     "5": None,
     "": None,
     "\\boxed{" * 9: None,
+    "The answer is $18. That leaves $9.": "$18",
+    "#### **72**": "72",
+    r"The answer is $\$72$.": r"$\$72$",
+    "The answer is 72. I am sure that this answer is right.": "72",
+    "#### **Answer:** 72": "72",
+    r"\boxed{5}. Wait, let me look again. " + "So it goes on, and on. " * 9 + r"\boxed{6}": "6",
+    r"$x = \boxed{5}$ or $x = \boxed{6}$": "5,6",
 }
 
 
@@ -91,22 +98,6 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_compared(monkeyp
     assert verifier.compare("1", "1", LONG_S) is True
     assert verifier.compare("1", "1", 0) is None
     verifier._process.kill()
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("The answer is $18. That leaves $9.", "$18"),
-        ("#### **72**", "72"),
-        (r"The answer is $\$72$.", r"$\$72$"),
-        ("The answer is 72. I am sure that this answer is right.", "72"),
-        ("#### **Answer:** 72", "72"),
-        (r"\boxed{5}. Wait, let me look again. " + "So it goes on, and on. " * 9 + r"\boxed{6}", "6"),
-        (r"$x = \boxed{5}$ or $x = \boxed{6}$", "5,6"),
-    ],
-)
-def test_final_answers(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
 
 
 def test_rows_without_an_answer_are_named(capfd: pytest.CaptureFixture[str]) -> None:

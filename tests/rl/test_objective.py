@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.hf import enable_packing
+from odc_triton.jobs.data.tokenizer import read_tokenizer
 from odc_triton.jobs.rl.generation import Sampled
 from odc_triton.jobs.rl.learned import Learned
 from odc_triton.jobs.rl.policy_gradient import PolicyGradient
@@ -94,21 +96,20 @@ def test_what_a_step_learns_of_truncated_completions(loss: str, masked: bool) ->
     assert len(Learned.of(made, replace(rule, keep_all=True), "none").samples) == (2 if masked else 4)
 
 
+def _of_one(ids: list[int], labels: list[int]) -> Learned:
+    count = len(labels) - labels.count(IGNORED)
+    one = {"advantage": {0: 1.0}, "weight": {0: 1.0}, "sampled": {0: [0.0] * count}}
+    return Learned(rule=RULE, samples={0: {"input_ids": ids, "labels": labels}}, **one)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_a_policy_does_not_diverge_from_itself(temperature: float) -> None:
     """At the temperature that completions are sampled at."""
     torch.manual_seed(0)
-    config = {name: value for name, value in QWEN2.items() if name != "model_type"}
-    model = Qwen2ForCausalLM(Qwen2Config(**config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN2))
     enable_packing(model)
     ids = [5, 60, 7, 80]
-    learned = Learned(
-        rule=RULE,
-        samples={0: {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}},
-        advantage={0: 1.0},
-        weight={0: 1.0},
-        sampled={0: [0.0] * 3},
-    )
+    learned = _of_one(ids, [IGNORED, *ids[1:]])
     rule = PolicyLoss(loss="dapo", low=0.2, high=0.2, kl=1.0)
 
     def reference(pack: Pack) -> torch.Tensor:
@@ -126,10 +127,7 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
     drawn = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
     logp = policy.log()[drawn]
     terms = TokenTerms(
-        advantage=torch.zeros(8),
-        weight=torch.full((8,), 1 / 8),
-        old=logp,
-        reference=reference.log()[drawn],
+        advantage=torch.zeros(8), weight=torch.full((8,), 1 / 8), old=logp, reference=reference.log()[drawn]
     )
     loss, sums = PolicyLoss(loss="dapo", low=0.2, high=0.2, kl=0.5)(logp, terms)
     want = (policy * (policy / reference).log()).sum()
@@ -140,13 +138,7 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
 def test_segments_predict_each_token_once() -> None:
     """A sample of 4 prompt tokens and 8 of a completion, two of them from outside, cut anywhere."""
     labels = [IGNORED] * 4 + [4, 5, IGNORED, IGNORED, 8, 9, 10, 11]
-    learned = Learned(
-        rule=RULE,
-        samples={0: {"input_ids": list(range(12)), "labels": labels}},
-        advantage={0: 1.0},
-        weight={0: 1.0},
-        sampled={0: [0.0] * 6},
-    )
+    learned = _of_one([*range(12)], labels)
     assert learned.predicted(0) == slice(0, 6)
     for cut in range(1, 12):
         first, second = (learned.predicted(Segment(0, *edges)) for edges in ((0, cut), (cut, 12)))
@@ -177,10 +169,6 @@ def test_a_step_across_the_end_of_a_pass_goes_on_in_the_order_of_the_next() -> N
 
 
 def test_prompts_of_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:
-    import json
-
-    from odc_triton.jobs.data.tokenizer import read_tokenizer
-
     write_case(tmp_path)
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
     turn = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

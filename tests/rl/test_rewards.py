@@ -15,10 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.jobs.rl.rewards import (
-    RewardFailed,
-    Rewards,
-)
+from odc_triton.jobs.rl.rewards import RewardFailed, Rewards
 from tests.support import leftovers
 from tests.support.deadlines import LONG_S, SHORT_S
 
@@ -144,10 +141,7 @@ def test_scores(rewards: Callable[..., Rewards]) -> None:
         ("raises", ["KeyError: 'no such answer'", "it had 3 completions, the first of the prompt 'good'"]),
         ("too_few", ["2 rewards for 3 completions"]),
         ("not_a_number", ["returned nan for completion 2 of 3", "a bad prompt"]),
-        (
-            "enormous",
-            ["returned -1e+308, with the weight 1, for completion 2 of 3", "return numbers up to 1e+30"],
-        ),
+        ("enormous", ["returned -1e+308, with the weight 1, for completion 2 of 3", "return numbers up to 1e+30"]),
         ("exact", ["missing 1 required positional argument: 'answer'"]),
         ("killed", ["killed by SIGKILL (out of memory?", "it had 3 completions, the first of the prompt 'good'"]),
         ("leaves", ["ended with status 3"]),

@@ -9,7 +9,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from odc_triton import fully_shard
+from odc_triton.hf import enable_packing
+from odc_triton.jobs.rl import transformers_engine
 from odc_triton.jobs.rl.generation import Request, SamplingOptions
+from odc_triton.jobs.rl.transformers_engine import TransformersEngine
 from tests.support import ranks
 from tests.support.sampling import log_probabilities
 from tests.support.sft_case import QWEN2
@@ -31,10 +35,6 @@ def _model() -> Qwen2ForCausalLM:
 
 def _sample(rank: int, world: int, temperature: float, seeds: list[int], most: int) -> list:
     """Each rank decodes another number of prompts: none waits for another."""
-    from odc_triton import fully_shard
-    from odc_triton.hf import enable_packing
-    from odc_triton.jobs.rl.transformers_engine import TransformersEngine
-
     model = _model()
     enable_packing(model)
     model = fully_shard(model.train())
@@ -84,9 +84,6 @@ def test_draws_have_the_models_probabilities() -> None:
 
 
 def test_decoding_ends_when_asked(tmp_path: Path) -> None:
-    from odc_triton.jobs.rl import transformers_engine
-    from odc_triton.jobs.rl.transformers_engine import TransformersEngine
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers_engine, "_POLL_S", 0.0)
         engine = TransformersEngine(_model(), should_stop=lambda: True)

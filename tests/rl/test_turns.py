@@ -12,6 +12,7 @@ import torch
 from odc_triton.base.errors import GenerationFailed
 from odc_triton.jobs.launcher.launch import Interrupted
 from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.rl.rollout import _packed, _unpacked
 from odc_triton.jobs.rl.transformers_engine import TransformersEngine
 from odc_triton.jobs.rl.turns import RolloutFunction, TurnEngine
 from tests.rl.test_transformers_engine import END, PROMPTS, _model
@@ -135,8 +136,6 @@ def test_a_function_that_raises_that_is_stopped_and_that_changes_its_prompts() -
 
 
 def test_a_sampler_sends_masks_and_prompts() -> None:
-    from odc_triton.jobs.rl.rollout import _packed, _unpacked
-
     for one in (
         Sampled(ids=[5, 70000], logps=[-1.0, -0.5], ended=True),
         Sampled(ids=[5, 6], logps=[-1.0, -0.5], ended=False, mask=[0, 1], prompt=[4]),

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.base.errors import GenerationAborted, GenerationFailed
+from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
 from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.jobs.rl.vllm_sampling import sampled
 from odc_triton.jobs.rl.vllm_server import VllmServer
@@ -77,8 +79,6 @@ def assert_as_asked(requests: list[Request], made: list[list[Sampled]]) -> None:
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, torch.Tensor]:
     """The weights after it."""
-    from odc_triton import full_parameters, minibatch
-
     with minibatch(model, tokens=1):
         CASES["qwen2"].loss(model, microbatches("qwen2", [9], seed=step)[0]).backward()
     optimizer.step()
@@ -91,8 +91,6 @@ def assert_are(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor])
 
 
 def _rolls_out(rank: int, world: int, address: str) -> list[dict[str, torch.Tensor]]:
-    from odc_triton import fully_shard
-
     model = fully_shard(build("qwen2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine, weights = VllmServer(address), []
@@ -138,9 +136,6 @@ ADAPTED = [
 
 def _adapts(rank: int, world: int, folder: str, addresses: list[str]) -> list[tuple]:
     """What is printed, the policy's tensors, merged and alone, and the names that completions ask for."""
-    from odc_triton import full_parameters, fully_shard
-    from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
-
     found = []
     for address, (_, changed, _) in zip(addresses, ADAPTED, strict=True):
         options = changed if isinstance(changed, dict) else {}
@@ -179,8 +174,6 @@ def test_adapters_go_alone_where_they_can(tmp_path: Path) -> None:
 
 
 def _writes_adapter(folder: Any) -> None:
-    from odc_triton import fully_shard
-
     with adapter_folder(fully_shard(with_lora(build("qwen2")))) as path:
         folder.send(path)
         time.sleep(LONG_S)
@@ -301,8 +294,6 @@ LOST = [
 
 
 def _does_not_send(rank: int, world: int, addresses: list[str]) -> list[str]:
-    from odc_triton import fully_shard
-
     model, found = fully_shard(build("qwen2")), []
     for address in addresses:
         engine = VllmServer(address, timeout_s=1.0 if address == addresses[-1] else LONG_S)

@@ -118,7 +118,7 @@ def lacking(name: str) -> str:
     return f"{family.of} needs transformers {family.since}" if is_older(family.since) else ""
 
 
-def hybrid(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+def hybrid(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
     """The model, in training mode, always the same. The test is skipped if this transformers lacks the family."""
     import transformers
 
@@ -126,7 +126,7 @@ def hybrid(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.M
         pytest.skip(reason)
     family = HYBRIDS[name]
     torch.manual_seed(seed)
-    sizes = SIZES | family.sizes
+    sizes = SIZES | family.sizes | changes
     if family.tower:
         config = getattr(transformers, f"{family.of}Config")(text_config=sizes, vision_config=_TOWER, **_TOKENS)
         model = getattr(transformers, f"{family.of}ForConditionalGeneration")(config)

@@ -12,6 +12,7 @@ from torch import nn
 from .families import with_lora
 from .models import build
 from .replicas import mesh_of
+from .trainer_case import in_order, samples, weights_of
 
 STEPS = 3
 ROWS = 8  # completions of a step
@@ -199,6 +200,30 @@ def plain_run(rank: int, world: int, folder: str, start: str | None, changes: di
     trainer.train()
     weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
     return {"logs": trainer.state.log_history, "weights": weights, "start": start_weights}
+
+
+def sft_run(
+    ours: bool, world: int, folder: str, model: nn.Module, changes: dict[str, Any], resume: Any = None, **given: Any
+) -> dict[str, Any]:
+    """What TRL's SFTTrainer leaves, or ours: a step takes four samples of tests/support/trainer_case.py."""
+    import trl
+    from datasets import Dataset
+
+    from odc_triton import fully_shard, hf
+
+    environment()
+    rows = {"per_device_train_batch_size": 4 // world, "optim": "adamw_torch", "learning_rate": 1e-2}
+    order = {} if ours else {"train_sampling_strategy": "sequential"}
+    args = trl.SFTConfig(**COMMON | rows | order | {"output_dir": folder} | changes)
+    given = {name: Dataset.from_list(data) for name, data in given.items()}
+    given |= {"train_dataset": Dataset.from_list(samples() if ours else in_order()), "processing_class": tokenizer()}
+    if ours:
+        hf.enable_packing(model)
+    of, model = (hf.ODCSFTTrainer, fully_shard(model)) if ours else (trl.SFTTrainer, plainly(model))
+    trainer = of(model, args, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    weights = weights_of(model) if ours else {name: value.detach() for name, value in model.named_parameters()}
+    return {"logs": trainer.state.log_history, "weights": weights}
 
 
 def odc_trainer(folder: str, world: int, start: str | None = None, **changes: Any) -> Any:

@@ -14,7 +14,7 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -116,13 +116,14 @@ class ChatTemplate:
 
         texts, marks = [], []
         for index, conversation in enumerate(conversations):
-            text, ranges = self._guard(index, lambda each=conversation: rendered(each.messages, each.tools))
-            text = self._complete(index, conversation, _checked(index, text))
+            with _refused(index):
+                text, ranges = rendered(conversation.messages, conversation.tools)
+            text = self._complete(index, conversation, text)
             texts.append(self._with_images(index, conversation, text))
             before = conversation.messages[: conversation.learned_from]
             if any(message["role"] == ASSISTANT for message in before):
-                _, known = self._guard(index, lambda some=before, each=conversation: rendered(some, each.tools))
-                ranges = ranges[len(known) :]
+                with _refused(index):
+                    ranges = ranges[len(rendered(before, conversation.tools)[1]) :]
             marks.append(self._moved(ranges, text, conversation.images))
 
         def encode(some: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -251,8 +252,12 @@ class ChatTemplate:
         yield from ((last, each) for each in found if last >= 0)
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
-        """Returns `text`, the rendered conversation. Raises ChatError if it lacks a part of it."""
+        """Returns `text`, the rendered conversation. Raises ChatError if it lacks a part of it, or is no UTF-8."""
         messages, tools = conversation.messages, conversation.tools
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ChatError(index, "the chat template renders half a surrogate pair") from error
 
         def is_same(changed: Messages, tools: list[dict[str, Any]] | None) -> bool:
             try:
@@ -291,17 +296,14 @@ class ChatTemplate:
         return text
 
     def _render(self, index: int, conversation: Conversation, asks: bool = False) -> str:
-        text = self._guard(
-            index,
-            lambda: self._tokenizer.apply_chat_template(
+        with _refused(index):
+            return self._tokenizer.apply_chat_template(
                 list(conversation.messages),
                 chat_template=self._template,
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=asks,
-            ),
-        )
-        return _checked(index, text)
+            )
 
     def _encode(self, texts: list[str]) -> Sequence[Sequence[int]]:
         if not self._before:
@@ -332,17 +334,6 @@ class ChatTemplate:
         ends = [found.end() for found in re.finditer(re.escape(self._mark), text)]
         gains = [0, *accumulate(len(each) - len(self._mark) for each in images)]
         return [tuple(at + gains[bisect_right(ends, at)] for at in each) for each in ranges]
-
-    @staticmethod
-    def _guard(index: int, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except ChatError:
-            raise
-        except Exception as error:  # TemplateError, KeyError, TypeError, …: the template's code may raise anything
-            raise ChatError(
-                index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
-            ) from error
 
 
 def encode_heads(
@@ -378,12 +369,15 @@ def portions(values: Iterable[T], characters: Callable[[T], int], most: int = sy
         yield some
 
 
-def _checked(index: int, text: str) -> str:
+@contextmanager
+def _refused(index: int) -> Iterator[None]:
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ChatError(index, "the chat template renders half a surrogate pair") from error
-    return text
+        yield
+    except ChatError:
+        raise
+    except Exception as error:  # TemplateError, KeyError, TypeError, …: the template's code may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ChatError(index, f"the chat template refuses this conversation ({why})") from error
 
 
 def _covering(offsets: Sequence[tuple[int, int]], ranges: Iterable[tuple[int, int]]) -> Spans:

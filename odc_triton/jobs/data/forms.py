@@ -24,13 +24,13 @@ FORMS = (
     "'text', or both 'prompt' and 'completion', or 'messages', or 'conversations' (ShareGPT), or both 'instruction' "
     "and 'output' (Alpaca)"
 )
-_FIELDS: tuple[tuple[str, ...], ...] = (
-    ("text",),
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-)
+_FIELDS: dict[tuple[str, ...], Form] = {
+    ("text",): "text",
+    ("messages",): "messages",
+    ("conversations",): "conversations",
+    ("prompt", "completion"): "prompt and completion",
+    ("instruction", "output"): "Alpaca",
+}
 
 
 def record_of(where: str, value: Any, *, folder: str | None = None) -> Record:
@@ -65,12 +65,11 @@ def record_of(where: str, value: Any, *, folder: str | None = None) -> Record:
             f"{where}: has {name!r}, and only 'messages' can have images: write the record as messages, or leave "
             f"{name!r} out"
         )
-    if form == "text":
-        prompt, completion = None, string(where, fields, "text")
-    elif form == "Alpaca":
+    if form == "Alpaca":
         prompt, completion = _alpaca(where, fields)
     else:
-        prompt, completion = string(where, fields, "prompt"), string(where, fields, "completion")
+        prompt = None if form == "text" else string(where, fields, "prompt")
+        completion = string(where, fields, "text" if form == "text" else "completion")
     characters = len(prompt or "") + len(completion)
     return Record(form=form, prompt=prompt, completion=completion, where=where, characters=characters)
 
@@ -97,17 +96,14 @@ def _recognised(where: str, fields: dict, names: str) -> Form:
                 "both as lists of messages"
             )
         return "prompt and completion as messages" if listed else "prompt and completion"
-    return {"text": "text", "messages": "messages", "conversations": "conversations", "instruction": "Alpaca"}[
-        found[0][0]
-    ]
+    return _FIELDS[found[0]]
 
 
 def _conversation(where: str, fields: dict, form: Form) -> tuple[list[dict[str, Any]], int]:
     """(the messages, the first one that may be learned)."""
-    if form == "messages":
-        return read_messages(where, fields, "messages"), 0
-    if form == "conversations":
-        return with_system(where, fields, read_messages(where, fields, "conversations")), 0
+    if form in ("messages", "conversations"):
+        messages = read_messages(where, fields, form)
+        return messages if form == "messages" else with_system(where, fields, messages), 0
     prompt = read_messages(where, fields, "prompt")
     return prompt + read_messages(where, fields, "completion"), len(prompt)
 

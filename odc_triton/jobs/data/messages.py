@@ -19,16 +19,8 @@ from .records import DataError, from_json, kind_of, names_of, string
 
 Message = dict[str, Any]
 # ShareGPT's roles, with LLaMA-Factory's for tools. A function_call is a turn of the assistant.
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant"}
+_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
 # Names and texts of marks by which data say that a turn is to be learned, or not: as loss_mask, isTrainable, no_loss.
 _KIND = r"(loss|train(ed|ing|able)?|learn(ed|able)?|target|supervised?|weight)"
 _LEARNED = re.compile(rf"((is|to|do|should|step|turn|message)_)?{_KIND}(_(mask|weight|scale|detail|on_turn|turn))?")

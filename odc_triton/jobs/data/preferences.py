@@ -9,6 +9,7 @@ Next to messages `prompt` may be text: what their first one says, or the user's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from .forms import record_of
@@ -54,7 +55,7 @@ def pair_of(where: str, value: Any) -> tuple[Record, Record]:
     elif isinstance(prompt, list) and are_lists and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     elif prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
-        common = "".join(_while_equal(chosen, rejected))
+        common = chosen[: _alike(chosen, rejected)]
         ends = [common.rfind(space) for space in (" ", "\n", "\t")]  # the space belongs to the word after it, as in TRL
         prompt = common[: max(0, *ends)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -82,12 +83,10 @@ def _of_messages(
             f"{where}: 'chosen' and 'rejected' begin with different messages, or have none, and there is no 'prompt': "
             f"give the turns before them as 'prompt'"
         )
-    same = sum(1 for _ in _while_equal(chosen[:-1], rejected[:-1]))  # the last turn is learned, also if it is the same
+    same = _alike(chosen[:-1], rejected[:-1])  # the last turn is learned, also if it is the same
     return chosen[:same], chosen[same:], rejected[same:]
 
 
-def _while_equal(one: Sequence[Any], other: Sequence[Any]) -> Iterator[Any]:
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            return
-        yield mine
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """With how many of the same both begin."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])

@@ -24,15 +24,16 @@ from .vision import SeenImages, VisionProcessor
 
 _PREFIX = "picture_"
 _ARRAYS = ("bytes", "bytes_ends", "shown", "shown_ends", "values", "values_ends", "floors")
-COLUMNS = {f"{_PREFIX}{name}": np.dtype("uint8" if name == "bytes" else "int64") for name in _ARRAYS}
+_DTYPES = {name: np.dtype("uint8" if name == "bytes" else "int64") for name in _ARRAYS}
+COLUMNS = {f"{_PREFIX}{name}": dtype for name, dtype in _DTYPES.items()}
 
 
 class ShownWriter:
     """Columns that grow in files of `new_file`. In memory there are about 100 bytes for each different image."""
 
     def __init__(self, new_file: Callable[[], BinaryIO]) -> None:
-        self._files = {name: new_file() for name in COLUMNS}
-        self._lengths = dict.fromkeys(COLUMNS, 0)
+        self._files = {name: new_file() for name in _ARRAYS}
+        self._lengths = dict.fromkeys(_ARRAYS, 0)
         self._places: dict[bytes, int] = {}  # by digest
 
     def add(self, images: SeenImages | None, floor: int) -> None:
@@ -42,22 +43,20 @@ class ShownWriter:
             if digest not in self._places:
                 self._places[digest] = len(self._places)
                 self._write("bytes", np.frombuffer(content, np.uint8))
-                self._write("bytes_ends", [self._lengths[f"{_PREFIX}bytes"]])
+                self._write("bytes_ends", [self._lengths["bytes"]])
             self._write("shown", [self._places[digest]])
-        self._write("shown_ends", [self._lengths[f"{_PREFIX}shown"]])
+        self._write("shown_ends", [self._lengths["shown"]])
         self._write("values", () if images is None else images.values)
-        self._write("values_ends", [self._lengths[f"{_PREFIX}values"]])
+        self._write("values_ends", [self._lengths["values"]])
         self._write("floors", [floor])
 
     def columns(self) -> dict[str, Column]:
         """For `save_arrays`; none if no sample has an image."""
-        if not self._places:
-            return {}
-        return {name: (self._files[name], dtype, (self._lengths[name],)) for name, dtype in COLUMNS.items()}
+        sizes = self._lengths.items() if self._places else ()
+        return {f"{_PREFIX}{name}": (self._files[name], _DTYPES[name], (size,)) for name, size in sizes}
 
     def _write(self, name: str, values: Any) -> None:
-        name = f"{_PREFIX}{name}"
-        array = np.asarray(values, COLUMNS[name])
+        array = np.asarray(values, _DTYPES[name])
         self._files[name].write(array.tobytes())
         self._lengths[name] += len(array)
 

@@ -22,16 +22,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|feather|gz|bz2|xz|zst)", re.IGNORECASE)
 _SAVED = ("state.json", "dataset_dict.json")  # a folder from `save_to_disk` has one of them
 _PACKED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
-_KINDS = {
-    ".jsonl": "JSON",
-    ".json": "JSON",
-    ".ndjson": "JSON",
-    ".parquet": "Parquet",
-    ".arrow": "Arrow",
-    ".feather": "Arrow",
-    ".csv": "CSV",
-    ".tsv": "TSV",
-}
+_KINDS = {".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON", ".parquet": "Parquet", ".arrow": "Arrow"}
+_KINDS |= {".feather": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 _MAGIC = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow"}
 
 

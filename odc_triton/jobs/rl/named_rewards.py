@@ -44,19 +44,16 @@ def missing_columns(name: str, columns: Sequence[str]) -> str | None:
 
 def without_answer(rows: Sequence[Mapping[str, Any]]) -> str:
     """How many of the prompts with these columns have no answer that accuracy can compare, in words; "" if none."""
-    references = [
-        _reference_of(next((row[name] for name in REFERENCES if _is_there(row.get(name))), None)) for row in rows
-    ]
+    references = [_reference_of(next(filter(_is_there, map(row.get, REFERENCES)), None)) for row in rows]
     missing, unread = references.count(None), 0
     if importlib.util.find_spec("math_verify") is None:
         unread = sum(each is not None and not can_be_read(each) for each in references)
-    words = [f"{missing} have none in 'answer' or 'solution'"] * bool(missing)
-    words += [f"{unread} have no number or word, which only the same text equals (math-verify reads more)"] * bool(
-        unread
-    )
-    if not words:
-        return ""
-    return f"{missing + unread} of {len(rows)} prompts have no answer that reward accuracy compares: {'; '.join(words)}"
+    words = {
+        "have none in 'answer' or 'solution'": missing,
+        "have no number or word, which only the same text equals (math-verify reads more)": unread,
+    }
+    said = "; ".join(f"{count} {what}" for what, count in words.items() if count)
+    return said and f"{missing + unread} of {len(rows)} prompts have no answer that reward accuracy compares: {said}"
 
 
 def _is_there(value: Any) -> bool:
@@ -86,11 +83,9 @@ def _format(completions: Sequence[Any], **_: Any) -> list[float | None]:
 
 
 def _length(most: int) -> Callable[..., list[float | None]]:
-    def punished(completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
-        return [min(0.0, max(-1.0, (most - soft - len(each)) / soft)) for each in completion_ids]
-
     soft = max(most // 5, 1)
-    return punished
+    free = most - soft
+    return lambda completion_ids, **_: [min(0.0, max(-1.0, (free - len(ids)) / soft)) for ids in completion_ids]
 
 
 class _Accuracy:

@@ -63,12 +63,7 @@ class RewardProcess:
     """
 
     def __init__(
-        self,
-        names: list[str],
-        columns: list[str] | None = None,
-        *,
-        timeout_s: float,
-        settings: Mapping[str, float],
+        self, names: list[str], columns: list[str] | None = None, *, timeout_s: float, settings: Mapping[str, float]
     ) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:

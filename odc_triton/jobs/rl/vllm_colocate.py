@@ -50,12 +50,8 @@ class VllmColocate(CompletionEngine):
         from ..vllm.engine import ColocatedPolicy, adapts
 
         # What torchrun sets, and a world of one has not; and the model is to be in this process.
-        wanted = {
-            "RANK": str(rank),
-            "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        with environment(**wanted):
+        place = {"RANK": str(rank), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+        with environment(**place, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
             self._llm = vllm.LLM(
                 model=str(folder),
                 dtype=dtype,

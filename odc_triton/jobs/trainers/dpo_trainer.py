@@ -70,11 +70,7 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
     }
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        ref_model: nn.Module | None = None,
-        args: DPOConfig | None = None,
-        **trainer: Any,
+        self, model: PreTrainedModel, ref_model: nn.Module | None = None, args: DPOConfig | None = None, **trainer: Any
     ) -> None:
         if ref_model is not None:
             if not is_sharded(ref_model) or ref_model is model:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from ...plan.planner import make_plan
 from ...plan.relatives import find_relatives
 from ...plan.samples import Limits, Samples
 
-_PROMPT, _COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
 # Values of padding, 0 for all others. TRL sums the logarithms of this one over padding too.
 _PADDING = {"importance_sampling_ratio": 1.0}
 _LEAST_GAIN = 0.2  # of the estimated time, for which packs may have more tokens than the longest row
@@ -68,18 +68,12 @@ def rows_of(batch: Mapping[str, Any]) -> tuple[list[Row], dict[str, Tensor]]:
 
 def batch_of(rows: Sequence[Row], shared: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """TRL's padded batch of these rows, on `device`; the inverse of `rows_of`."""
-    batch = dict(shared)
+    batch, parts = dict(shared), ("prompt", "completion")
+    rows = [row | {f"{part}_mask": torch.ones_like(row[f"{part}_ids"]) for part in parts} for row in rows]
     for name, first in rows[0].items():
-        values = [row[name] for row in rows]
-        if not first.ndim:
-            batch[name] = torch.stack(values)
-        else:
-            side = "left" if name == "prompt_ids" else "right"
-            filled = _PADDING.get(name, 0)
-            batch[name] = pad_sequence(values, batch_first=True, padding_value=filled, padding_side=side)
-    for (ids, mask), side in ((_PROMPT, "left"), (_COMPLETION, "right")):
-        ones = [torch.ones_like(row[ids]) for row in rows]
-        batch[mask] = pad_sequence(ones, batch_first=True, padding_side=side)
+        values, side = [row[name] for row in rows], "left" if name in ("prompt_ids", "prompt_mask") else "right"
+        pad = partial(pad_sequence, batch_first=True, padding_value=_PADDING.get(name, 0), padding_side=side)
+        batch[name] = pad(values) if first.ndim else torch.stack(values)
     return {name: value.to(device) for name, value in batch.items()}
 
 

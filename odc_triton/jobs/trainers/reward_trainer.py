@@ -35,15 +35,11 @@ class ODCRewardTrainer(PairTrainer, RewardTrainer):
         trainer = ODCRewardTrainer(model, RewardConfig(...), train_dataset=pairs)
         trainer.train()
 
-    Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
-    `per_device_train_batch_size` * `gradient_accumulation_steps` pairs, assigned to the ranks by what they cost; the
-    tokens that documents of a pack begin with are computed once. Loss and metrics are TRL's over all ranks' pairs.
-    Evaluation, checkpoints and resuming are as ODCTrainer's.
+    Steps, loss, metrics, evaluation, checkpoints and resuming are as ODCDPOTrainer's.
 
     model: what `fully_shard` returned.
     args: as RewardTrainer's.
-    trainer: other arguments of RewardTrainer, such as `train_dataset`. Also `sampler`, a MinibatchSampler of this rank
-        over the pairs, and `share_prefixes`, "off" to compute each document's first tokens by themselves.
+    trainer: other arguments of RewardTrainer, and those of ODCDPOTrainer.
 
     Raises ValueError or TypeError for a model that is not sharded and packed, or no such classifier, and for
     unsupported arguments, ImportError for another TRL.

@@ -417,7 +417,7 @@ class ShardedTrainer(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_shards(resume_from_checkpoint, None)
+        load_checkpoint(Path(resume_from_checkpoint, SHARDS), model=self.model, optimizer=None)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -425,12 +425,9 @@ class ShardedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self._load_loop_state(self._load_shards(checkpoint, self._plain_optimizer))
+        own = {"model": self.model, "optimizer": self._plain_optimizer}
+        self._load_loop_state(load_checkpoint(Path(checkpoint, SHARDS), **own))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Reads the model and, if given, the optimizer; returns the rest of the checkpoint."""
-        return load_checkpoint(Path(checkpoint, SHARDS), model=self.model, optimizer=optimizer)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,8 +94,8 @@ class PackMetrics(StepPart):
         self._means: dict[str, Tensor] = {}  # [sum, count]
         self._ends: dict[str, list[float]] = {}
 
-    def __getitem__(self, name: str) -> _Metric:
-        return _Metric(self, name)
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(append=partial(self.add, name))
 
     def __setitem__(self, name: str, values: list[float]) -> None:
         """TRL's running total of tokens, which the trainer counts after the step."""
@@ -120,14 +122,6 @@ class PackMetrics(StepPart):
     def settle(self, reports: list[Any]) -> None:
         for name, value in merged(reports).items():
             self._lists[name].append(value)
-
-
-class _Metric:
-    def __init__(self, metrics: PackMetrics, name: str) -> None:
-        self._metrics, self._name = metrics, name
-
-    def append(self, value: float) -> None:
-        self._metrics.add(self._name, value)
 
 
 @contextmanager
