@@ -118,12 +118,7 @@ def of_bert(folder: Path) -> None:
     sizes = {"num_key_value_heads": None, "is_decoder": True, "tie_word_embeddings": True}
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        **sizes,
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, **sizes
     )
     transformers.BertLMHeadModel(config).save_pretrained(folder)
     decoder = "cls.predictions.decoder."
@@ -331,9 +326,7 @@ def adapter(folder: Path, *, beside: bool = False, family: str = "Llama", tied: 
 MERGES = since("5.7", "load_adapter does not say what it did not find")
 
 # PEFT's options, and whether the head is still tied with that adapter.
-ADAPTERS = {
-    "of a tied head": ({"tied": True, "target_modules": ["q_proj", "lm_head"]}, False),
-}
+ADAPTERS = {"of a tied head": ({"tied": True, "target_modules": ["q_proj", "lm_head"]}, False)}
 MORE_ADAPTERS = {
     "LoRA": ({"tied": True}, True),
     "beside a model": ({"beside": True, "use_rslora": True}, False),
@@ -449,11 +442,7 @@ REFUSED = {
     "int8, of no config": (lambda at: quantised(at, torch.int8), r"_proj.weight is I8\).* give the model that", None),
 }
 MORE_REFUSED = {
-    "int8": (
-        lambda at: quantised(at, torch.int8, INT8),
-        r"bitsandbytes_8bit in config.json\).*\.dequantize\(\)",
-        None,
-    ),
+    "int8": (lambda at: quantised(at, torch.int8, INT8), r"bitsandbytes_8bit in config.json\).*\.dequantize\(\)", None),
     "gptq": (
         lambda at: (saved(at), configured(at, quantization_config={"quant_method": "gptq", "bits": 4})),
         "quant_method gptq",

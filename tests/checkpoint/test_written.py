@@ -285,11 +285,7 @@ def _run(body: Callable[[int, int, Path, list[str]], None], folder: Path, kinds:
 
 # The fast ones protect best: most of what LoRA has, and a head that its config ties.
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(["several, tied"], id="some"),
-        pytest.param([*ADAPTERS], marks=pytest.mark.slow, id="all"),
-    ],
+    "kinds", [pytest.param(["several, tied"], id="some"), pytest.param([*ADAPTERS], marks=pytest.mark.slow, id="all")]
 )
 def test_adapters(kinds: list[str], tmp_path: Path) -> None:
     _run(_adapted, tmp_path, kinds)

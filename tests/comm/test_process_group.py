@@ -53,12 +53,7 @@ def test_a_rank_that_sees_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "kinds"),
-    [
-        ([None], "gloo"),
-        ([A, B, C], "cpu:gloo,cuda:nccl"),
-        ([A, B, B], "gloo"),
-    ],
+    ("devices", "kinds"), [([None], "gloo"), ([A, B, C], "cpu:gloo,cuda:nccl"), ([A, B, B], "gloo")]
 )
 def test_nccl_only_where_all_gpus_differ(devices: list[str | None], kinds: str) -> None:
     assert group_kinds(devices) == kinds

@@ -124,10 +124,7 @@ class _Table(optim.SGD):
 
 OTHER = {
     "maximize": (_sgd(maximize=True), r"RanksDiffer.*maximize \(parameter group 0\) is False on ranks \[0\]; True on"),
-    "nesterov": (
-        _sgd(momentum=0.9, nesterov=True),
-        r"RanksDiffer.*momentum \(.* group 0\) is 0.0 on ranks \[0\]",
-    ),
+    "nesterov": (_sgd(momentum=0.9, nesterov=True), r"RanksDiffer.*momentum \(.* group 0\) is 0.0 on ranks \[0\]"),
     "a tensor": (_sgd(weight_decay=torch.tensor(0.5)), r"RanksDiffer.*weight_decay .* is 0.0 on ranks \[0\]; 0.5 on"),
     "foreach": (_sgd(foreach=False), "nothing was raised"),
     "ints": (lambda model, one: optim.SGD(model.parameters(), lr=1 if one else 1.0), "nothing was raised"),

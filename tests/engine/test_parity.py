@@ -12,8 +12,7 @@ STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "steps"),
-    [("cpu", 3, STEPS), ("cpu-sharded", 3, STEPS), slow("cpu-sharded", 4, 10)],
+    ("backend", "world", "steps"), [("cpu", 3, STEPS), ("cpu-sharded", 3, STEPS), slow("cpu-sharded", 4, 10)]
 )
 def test_steps(backend: str, world: int, steps: int) -> None:
     """By "cpu-sharded", shards lie apart and whole parameters are gathered ahead and freed: CUDA's way."""

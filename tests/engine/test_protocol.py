@@ -246,14 +246,7 @@ def _own_squares(rank: int, world: int) -> tuple[float, float]:
 
 def test_on_two_ranks() -> None:
     in_a_row, no_barrier, many, lock_wait, interrupted, collectives, squares = ranks.run_all(
-        2,
-        _in_a_row,
-        _no_barrier,
-        _many,
-        _lock_wait,
-        _interrupted_evaluation,
-        _collectives,
-        _own_squares,
+        2, _in_a_row, _no_barrier, _many, _lock_wait, _interrupted_evaluation, _collectives, _own_squares
     )
     for (before, after, mapped), hooks in in_a_row:
         assert after <= before

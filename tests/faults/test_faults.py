@@ -313,11 +313,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
 
 @pytest.mark.parametrize(
     ("call", "victim", "where"),
-    [
-        ("fully_shard", 1, "before"),
-        ("use_odc", 0, "at the first barrier"),
-        ("fully_shard", 2, "at the heap"),
-    ],
+    [("fully_shard", 1, "before"), ("use_odc", 0, "at the first barrier"), ("fully_shard", 2, "at the heap")],
 )
 def test_killed_at_the_start(call: str, victim: int, where: str) -> None:
     """Before ranks share memory, in which they see who is alive. A late rank may see that others ended too."""
@@ -364,10 +360,7 @@ def test_a_death_is_known_at_the_next_microbatch() -> None:
     assert done < MANY / 2
 
 
-@pytest.mark.parametrize(
-    ("where", "store_in_rank_0"),
-    [("backward", True), ("lock", False), ("step", True)],
-)
+@pytest.mark.parametrize(("where", "store_in_rank_0"), [("backward", True), ("lock", False), ("step", True)])
 def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
     """With the store in rank 0, rank 0 is the one that dies: naming it must not need the store."""
     victim = 0 if store_in_rank_0 else 1

@@ -16,15 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton import (
-    PolicyUnavailable,
-    full_parameters,
-    fully_shard,
-    minibatch,
-    offer_policy,
-    publish,
-    read_policy,
-)
+from odc_triton import PolicyUnavailable, full_parameters, fully_shard, minibatch, offer_policy, publish, read_policy
 from odc_triton.checkpoint import load_pretrained_shards
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.publication import Publication

@@ -85,12 +85,7 @@ _HEAD = {"head_dim": 16}
 _ALL_HEADS = {"num_key_value_heads": None}
 _WINDOW = {"sliding_window": 6}
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
-_GRANITE = {
-    "logits_scaling": 4.0,
-    "residual_multiplier": 0.5,
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-}
+_GRANITE = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
 # Mixtures of experts. Five experts don't divide evenly by two ranks; a layer without experts where the family has some.
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}

@@ -25,12 +25,7 @@ SIZES = [5, 17, 3, 9, 1]  # of one minibatch's microbatches, all ranks together
 FEW = [4, 3, 2]  # for kernels in the interpreter
 
 # Which microbatches each rank runs: unequal counts, and ranks with none.
-DEALS = {
-    1: [[0, 1, 2, 3, 4]],
-    2: [[0, 1, 3, 4], [2]],
-    3: [[1], [], [0, 2, 3, 4]],
-    4: [[], [0, 4], [1], [2, 3]],
-}
+DEALS = {1: [[0, 1, 2, 3, 4]], 2: [[0, 1, 3, 4], [2]], 3: [[1], [], [0, 2, 3, 4]], 4: [[], [0, 4], [1], [2, 3]]}
 
 # Without RoPE, attention biases of keys have no gradient in exact arithmetic: it is all rounding, and AdamW blows it up
 # to full steps (GPT-2's c_attn.bias contains them).

@@ -58,11 +58,7 @@ DEALS: dict[str, Dealt] = {
     "2x3": [[[P(0, 0, 8), P(0, 30, 41)]], [[P(0, 8, 20), 3]], [[P(0, 20, 30)]], [[P(2, 0, 9)]], [[P(2, 9, 30)]], [[1]]],
     # Samples that begin with the same 8 tokens: those of one on another rank; cut over two, with branches on three.
     "tree": [[[P(0, 0, 41), P(1, 7, 17, 0)]], [[P(2, 7, 30, 0), P(3, 7, 9, 0)]]],
-    "cut tree": [
-        [[P(0, 0, 5), P(1, 7, 17, 0)]],
-        [[P(0, 5, 41), P(2, 7, 20, 0)]],
-        [[P(2, 20, 30), P(3, 7, 9, 0)]],
-    ],
+    "cut tree": [[[P(0, 0, 5), P(1, 7, 17, 0)]], [[P(0, 5, 41), P(2, 7, 20, 0)]], [[P(2, 20, 30), P(3, 7, 9, 0)]]],
     "tree waves": [[[P(0, 0, 5)], [P(3, 7, 9, 2)]], [[P(0, 5, 41)], [P(2, 0, 20)]], [[P(1, 7, 17, 0)], [P(2, 20, 30)]]],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
@@ -188,12 +184,7 @@ def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
 
 
 def step_on(
-    model: nn.Module,
-    setup: Setup,
-    rank: int,
-    step: int = 0,
-    loss_of: Callable | None = None,
-    deal: Dealt | None = None,
+    model: nn.Module, setup: Setup, rank: int, step: int = 0, loss_of: Callable | None = None, deal: Dealt | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One minibatch: this rank's part of the loss, and the gradients of all."""
     packs, total = packs_of(setup, rank, step, deal), 0.0

@@ -85,10 +85,7 @@ def _grids(images: int, generator: torch.Generator) -> dict[str, Any]:
 
 def _fixed(tokens: int, *, masks: bool = False) -> Callable[[int, torch.Generator], dict[str, Any]]:
     def make(images: int, generator: torch.Generator) -> dict[str, Any]:
-        found = {
-            "pixel_values": torch.randn(images, 3, _SIDE, _SIDE, generator=generator),
-            "tokens": [tokens] * images,
-        }
+        found = {"pixel_values": torch.randn(images, 3, _SIDE, _SIDE, generator=generator), "tokens": [tokens] * images}
         if masks:
             found["pixel_attention_mask"] = torch.ones(images, _SIDE, _SIDE, dtype=torch.long)
         return found
