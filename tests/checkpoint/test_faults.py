@@ -44,9 +44,6 @@ def saved_twice(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpo
     return model, optimizer, checkpoints
 
 
-# ------------------------------------------------------------------ the last few stay
-
-
 def test_the_last_few_stay(tmp_path: Path) -> None:
     model, optimizer, _ = saved_twice(tmp_path)
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -58,9 +55,6 @@ def test_the_last_few_stay(tmp_path: Path) -> None:
     assert unfinished(tmp_path) == []
     with pytest.raises(ValueError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
-
-
-# ------------------------------------------------------------------ damage
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "manifest edited"])
@@ -104,9 +98,6 @@ def test_nothing_there(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=1).load(tmp_path / "step-00000009", model=model, optimizer=optimizer)
 
 
-# ------------------------------------------------------------------ of another model
-
-
 def test_another_architecture(tmp_path: Path) -> None:
     _, _, checkpoints = saved_twice(tmp_path)
     path = checkpoints.newest()
@@ -135,9 +126,6 @@ def test_another_architecture(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDiffers, match=r"exp_avg of .* is not in this SGD"):
         checkpoints.load(path, model=model, optimizer=optimizer)
     assert not optimizer.state, "states that loading made would count as a step"
-
-
-# ------------------------------------------------------------------ hostile
 
 
 Plain = tuple[nn.Module, torch.optim.Optimizer, Path]
@@ -282,9 +270,6 @@ def test_pickles_are_not_run(plain: Plain, tmp_path: Path) -> None:
     refused(plain, "not a file in its folder")
 
 
-# ------------------------------------------------------------------ no space, no permission, no folder
-
-
 def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool) -> tuple[str, list[int]]:
     """Saves steps 1 to 3; saving step 2 fails. A background save reports that at a later step."""
     model, optimizer = make(MODEL, bf16=False)
@@ -347,9 +332,6 @@ def test_a_rank_that_can_not_write(
     assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
     for path in Checkpoints(folder, keep=3).all():
         verify(path)
-
-
-# ------------------------------------------------------------------ two runs, one folder
 
 
 def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:

@@ -185,9 +185,6 @@ def test_what_transformers_writes_is_a_models(tmp_path: Path) -> None:
     assert not any(map(is_of_a_model, others))
 
 
-# ------------------------------------------------------------------ memory
-
-
 def _memory(rank: int, world: int, folder: Path, out: Path) -> list[int]:
     from bench.harness import PeakMemory
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained

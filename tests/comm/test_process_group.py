@@ -64,9 +64,6 @@ def test_some_ranks_without_a_gpu() -> None:
         group_kinds([A, None, None])
 
 
-# ---------------------------------------------------------------------- real ranks, started as torchrun starts them
-
-
 def _one_step() -> float:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(5, 3), backend="cpu")

@@ -23,8 +23,6 @@ from tests.support.models import CASES, build, microbatches
 from tests.support.parity import DEALS, SIZES, TRANSFORMS, compare_each
 from tests.support.replicas import mesh_of
 
-# ------------------------------------------------------------------ one sum
-
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NEAR = st.floats(-4.0, 4.0, width=32)
 
@@ -144,9 +142,6 @@ def test_rows_by_index_and_more_than_a_block() -> None:
     assert torch.equal(exact.value(many, many.view(torch.float32)[:200_003]), values.bfloat16().float())
 
 
-# ------------------------------------------------------------------ a model
-
-
 @pytest.mark.parametrize(
     ("runs", "world", "style", "backend"),
     [
@@ -221,9 +216,6 @@ def test_the_same_gradients_on_any_number_of_ranks(name: str) -> None:
             assert found.keys() == want.keys()
             for key, gradient in want.items():
                 assert torch.equal(found[key], gradient), key
-
-
-# ------------------------------------------------------------------ what fails
 
 
 class Times(nn.Module):

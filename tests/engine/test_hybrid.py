@@ -23,9 +23,6 @@ from tests.support.replicas import Rows, mesh_of
 BF16 = torch.bfloat16
 
 
-# ---------------------------------------------------------------------- against one process
-
-
 @pytest.mark.parametrize(
     ("shape", "name", "backend", "style"),
     [
@@ -62,9 +59,6 @@ def test_masters_are_on_all_ranks_each_element_once(in_ranks: dict[str, list]) -
     masters = in_ranks["masters"]
     assert sum(elements for elements, _ in masters) == sum(p.numel() for p in build("conv").parameters())
     assert masters[0][1] == memory_plan(build("conv"), 2, replicas=2).optimizer_state_bytes
-
-
-# ---------------------------------------------------------------------- shapes, dtypes, initial values
 
 
 @mock.patch.object(replicas, "_BUFFER_BYTES", 48)  # parts are cut to fit it
@@ -125,9 +119,6 @@ def test_odd_rows(in_ranks: dict[str, list]) -> None:
     assert [rows["seven.weight"] for *_, rows, _ in results] == [2, 2, 2, 1]
     assert [rows["two.weight"] for *_, rows, _ in results] == [1, 1, 0, 0]
     assert [rows["one.weight"] for *_, rows, _ in results] == [1, 0, 0, 0]
-
-
-# ---------------------------------------------------------------------- a rank dies
 
 
 def _killed(rank: int, world: int, where: str, victim: int) -> tuple:

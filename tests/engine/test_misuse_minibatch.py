@@ -188,9 +188,6 @@ def test_warned_once() -> None:
         assert re.search(r"ranks ran \[1, 2\] microbatches.*give tokens=", counts[0])
 
 
-# ---------------------------------------------------------------------- what is harmless
-
-
 class _TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

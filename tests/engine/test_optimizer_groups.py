@@ -145,8 +145,6 @@ def test_steps_that_differ_between_ranks_are_refused_on_all() -> None:
         assert all(re.search(words, text) for text in said), (name, said)
 
 
-# ---------------------------------------------------------------------- a gradient that would be lost
-
 # What is done with the second of two optimizers after the first minibatch; what its step says after the second.
 SLOW = {
     "nothing": (
@@ -199,8 +197,6 @@ def test_a_compiled_step() -> None:
     for got, want in zip(*ranks.run_all(2, (_compiled, True), (_compiled, False)), strict=True):
         torch.testing.assert_close(got, want)
 
-
-# ---------------------------------------------------------------------- zero_grad inside of a minibatch
 
 ZEROING = {
     "none": lambda model, _: model.zero_grad(),

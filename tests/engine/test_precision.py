@@ -23,9 +23,6 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# ------------------------------------------------------------------ against plain torch
-
-
 def by_hand(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Parameters cast to `dtype`, each microbatch's gradient computed in it, their sum in fp32."""
     case = CASES[name]
@@ -142,9 +139,6 @@ def test_masters() -> None:
         assert len(texts) == (rank == 0)
         assert not texts or "2 trainable parameters are bfloat16 (weight, …)" in texts[0]
     assert copies == [[(FP32, True)] * 2, [(FP32, True)] * 2, [(BF16, False)] * 2]
-
-
-# ------------------------------------------------------------------ against FSDP2
 
 
 class Block(nn.Module):

@@ -37,9 +37,6 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-# ---------------------------------------------------------------------- nobody waits inside a minibatch
-
-
 def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
     model = fully_shard(build())
     barrier = model._odc_engine.barrier
@@ -85,9 +82,6 @@ def _lock_wait(rank: int, world: int) -> list:
     return model._odc_engine.events.drain()
 
 
-# ---------------------------------------------------------------------- reading outside of a minibatch
-
-
 def _interrupted_evaluation(rank: int, world: int) -> float:
     model = fully_shard(build())
     handle = model.blocks[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -98,9 +92,6 @@ def _interrupted_evaluation(rank: int, world: int) -> float:
     with minibatch(model, tokens=1):  # goes on as if nothing had happened
         model(batch(0)).sum().backward()
     return model.head.bias.grad.full_tensor()[0].item()
-
-
-# ---------------------------------------------------------------------- what a gradient is made of
 
 
 class Branches(nn.Module):
@@ -157,9 +148,6 @@ def test_partial_gradients() -> None:
                 torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
-# ---------------------------------------------------------------------- debug=True
-
-
 def _collectives(rank: int, world: int) -> dict[str, str]:
     model = fully_shard(build(), debug=True)
     alone = [dist.new_group([each]) for each in range(world)][rank]
@@ -197,9 +185,6 @@ def _collectives(rank: int, world: int) -> dict[str, str]:
     return seen
 
 
-# ---------------------------------------------------------------------- what a model leaves behind
-
-
 def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
     def count() -> int:
         gc.collect()
@@ -220,9 +205,6 @@ def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
     mapped = Path("/proc/self/maps").read_text().count("odc-heap")
     last = fully_shard(Blocks())  # noqa: F841, it removes the hooks of those that were freed
     return [*fds, mapped], len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
-
-
-# ---------------------------------------------------------------------- scalars
 
 
 class _Scaled(nn.Module):

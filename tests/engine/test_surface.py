@@ -153,9 +153,6 @@ def _as_fsdp2_takes_them(rank: int, world: int) -> None:
     assert built(x).isfinite().all()
 
 
-# ------------------------------------------------------------------ nn.Module's own methods
-
-
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -265,9 +262,6 @@ def _sliced(rank: int, world: int) -> None:
     part = model[1:]
     assert type(part) is nn.Sequential
     assert len(part) == 1
-
-
-# ------------------------------------------------------------------ parameters read outside of a forward
 
 
 def _fused_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,6 @@ from tests.support import bridged, leftovers, ranks
 from tests.support.blocks import batch, build
 from tests.support.deadlines import LONG_S, SHORT_S
 
-# ---------------------------------------------------------------------- a microbatch raised
-
 
 def _raise(text: str) -> None:
     raise ValueError(text)
@@ -125,9 +123,6 @@ def test_interrupted() -> None:
     assert "start again from the last checkpoint" in second[1]
 
 
-# ---------------------------------------------------------------------- a rank is late or stops
-
-
 def _guarded(action) -> tuple[str, list[int], str, float]:
     start_s = time.monotonic()
     try:
@@ -205,9 +200,6 @@ def test_late_but_live() -> None:
     assert first[0] == second[0] == "no error", first[2] + second[2]
     assert any("for rank 1 at" in line and "deadline is 300 s" in line for line in first[4]), first[4]
     assert second[4] == []
-
-
-# ---------------------------------------------------------------------- a rank leaves or is killed
 
 
 def _leaving(rank: int, world: int, exits: bool) -> tuple:

@@ -25,9 +25,6 @@ from tests.support.replicas import mesh_of
 ROOT = Path(__file__).parents[2]
 
 
-# ---------------------------------------------------------------------- processes on one host
-
-
 def _beside_a_stopped_store(rank: int, world: int) -> tuple[str, list[int]]:
     """Rank 0 arrives and stops before the other one has read what it left in its store."""
     barrier = fully_shard(build("conv"), mesh=mesh_of((2, 1)), timeout=LONG_S)._odc_engine.barrier
@@ -94,9 +91,6 @@ def test_a_script_ends_though_a_collective_does_not() -> None:
     assert started[0].returncode == 1, said
     assert "rank 0 has waited" in said
     assert "for rank 1 at 'the sum over replicas'" in said
-
-
-# ---------------------------------------------------------------------- network namespaces
 
 
 @pytest.mark.slow

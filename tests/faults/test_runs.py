@@ -41,8 +41,6 @@ from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment, interrupted
 from tests.support.sft_case import case, write_case
 
-# ---------------------------------------------------------------------- a microbatch raises, a number is not finite
-
 
 @dataclass(frozen=True, kw_only=True)
 class Poisoned:
@@ -155,9 +153,6 @@ def test_steps_that_are_not_finite_and_a_microbatch_that_raises(tmp_path: Path) 
     assert "1 steps were skipped" in (tmp_path / "one" / "report.html").read_text()
 
 
-# ---------------------------------------------------------------------- one rank's own trouble
-
-
 def _losing_its_folder(rank: int, world: int, wanted: SftOptions) -> str:
     def on_metrics(metrics: dict) -> None:
         if metrics["step"] == 2:
@@ -177,9 +172,6 @@ def test_the_folder_vanishes(tmp_path: Path) -> None:
     assert "metrics.jsonl can't be written (No such file or directory)" in first
     assert second.startswith("RankLost: ")
     assert "rank 0 gave up (OSError: " in second
-
-
-# ---------------------------------------------------------------------- told to stop
 
 
 def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,9 +335,6 @@ def _stepped_twice(loop: Loop, step: int, mine: Mine) -> None:
     loop.optimizer.zero_grad()
 
 
-# ---------------------------------------------------------------------- both sides
-
-
 def _trained(loop: Loop, run: Callable, deals: tuple, rank: int | None) -> dict[str, torch.Tensor]:
     for step, deal in enumerate(deals):
         every = [index for each in deal for index in each]

@@ -40,9 +40,6 @@ def test_gradients_are_divided_as_fsdp2_divides_them() -> None:
             torch.testing.assert_close(gradient, wanted[name])
 
 
-# ---------------------------------------------------------------------- failures
-
-
 def _recovers(rank: int, world: int) -> tuple[list[str], bool]:
     """A microbatch raises on rank 1, in the forward and then in the backward; the next minibatch is right."""
     model, batches = under_odc(), batches_of("both branches", 0, 4)
@@ -97,9 +94,6 @@ def test_a_dead_rank_is_named() -> None:
         assert "rank 2" in outcome.error.splitlines()[-1]
 
 
-# ---------------------------------------------------------------------- checkpoints and writes by hand
-
-
 def _loads(rank: int, world: int) -> list[str]:
     model, other = under_odc(), made("both branches", "")
     masters = list(model.parameters())
@@ -142,9 +136,6 @@ def _generates(rank: int, world: int) -> list[tuple[list, list]]:
     with minibatch(use_odc(model)):
         inside = generated(model)
     return [(inside, wanted), (generated(model), wanted)]
-
-
-# ---------------------------------------------------------------------- what it says
 
 
 def _said(rank: int, world: int) -> str:

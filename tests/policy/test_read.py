@@ -41,9 +41,6 @@ class _Plain(nn.Module):
         return sum(layer(x).sum() for layer in self.layers) * self.scale
 
 
-# ---------------------------------------------------------------------- names and values
-
-
 def _sharded(kind: str, backend: str) -> nn.Module:
     if kind == "plain":
         return fully_shard(_Plain(), backend=backend)
@@ -146,9 +143,6 @@ def _reads_before_its_step(rank: int, world: int) -> None:
 
 def test_a_rank_does_not_wait_for_itself() -> None:
     ranks.run(_reads_before_its_step, 2)
-
-
-# ---------------------------------------------------------------------- one version
 
 
 class _Policy:
@@ -267,9 +261,6 @@ def test_loading_is_announced_before_it_writes(tmp_path: Path, monkeypatch: pyte
         assert not any(torch.equal(after[name], value) for name, value in before.items() if value.dim() > 1)
 
 
-# ---------------------------------------------------------------------- who can't read
-
-
 def test_addresses_that_offer_nothing(policy: _Policy) -> None:
     for address in ("@odc-policy-none", "", "x" * 200):
         with pytest.raises(PolicyUnavailable, match=f"no policy can be read at {address} "):
@@ -348,9 +339,6 @@ def test_what_can_not_be_offered() -> None:
         offer_policy(model)
 
 
-# ---------------------------------------------------------------------- deaths
-
-
 def _pins(address: str, ready: Any) -> None:
     """Holds the next publication back, until the process is killed or dropped."""
     reader = read_policy(address)
@@ -399,9 +387,6 @@ def test_a_job_that_died_is_named_at_once() -> None:
     with pytest.raises(PolicyUnavailable, match="it ended"):
         reader.read(_values)
     process.join()
-
-
-# ---------------------------------------------------------------------- adapters
 
 
 def _changes_adapters(rank: int, world: int) -> None:

@@ -146,9 +146,6 @@ def test_refusals() -> None:
         assert [each for each in found if not re.search(*reversed(each))] == []
 
 
-# ---------------------------------------------------------------------- what is saved
-
-
 def _saved(rank: int, world: int, dtype: torch.dtype, groups: list[list[int]], folder: Path) -> list[bool]:
     """If each model that has loaded the other's checkpoint is as the other."""
     group, policy = next(each for each in groups if rank in each), MixedPrecisionPolicy(param_dtype=dtype)
@@ -203,9 +200,6 @@ def test_files_are_those_without_a_base(dtype: torch.dtype, groups: list[list[in
         assert FILE in own
         assert own.keys() == other.keys()
         assert [name for name in own if own[name] != other[name]] == []
-
-
-# ---------------------------------------------------------------------- with other features
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -44,9 +44,6 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# ------------------------------------------------------------------ rank 0's values
-
-
 def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) -> tuple:
     if rank and others == "meta":
         with torch.device("meta"):
@@ -87,9 +84,6 @@ def _left_open(rank: int, world: int) -> tuple[int, int]:
 def test_memory_in_between_is_freed() -> None:
     """What stays is the heap's mapping, its descriptor within mmap, its locks, and rank 0's read-only descriptor."""
     assert ranks.run(_left_open, 2) == [(1, 3), (1, 2)]
-
-
-# ------------------------------------------------------------------ on the meta device everywhere
 
 
 class Assigning(nn.Linear):
@@ -293,8 +287,6 @@ def test_a_rank_that_dies_is_named(shape: tuple[int, ...]) -> None:
             assert "rank 0 died" in outcome.error
         assert time.monotonic() - start_s < LONG_S / 2  # found dead, not late
 
-
-# ------------------------------------------------------------------ memory
 
 BLOCKS, WIDTH = 8, 1800  # 8 blocks of 13 MB: 104 MB
 TOTAL_MB = BLOCKS * WIDTH * WIDTH * 4 / 2**20

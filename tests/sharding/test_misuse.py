@@ -19,8 +19,6 @@ from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught, compare, net
 
-# ---------------------------------------------------------------------- what is given to fully_shard
-
 
 def _options(rank: int, world: int) -> None:
     def quantised(dtype: torch.dtype) -> nn.Module:
@@ -99,9 +97,6 @@ def _options(rank: int, world: int) -> None:
 
 def test_options() -> None:
     ranks.run(_options, 1)
-
-
-# ---------------------------------------------------------------------- what differs between ranks
 
 
 def _different(rank: int, world: int) -> None:
@@ -218,9 +213,6 @@ def _different(rank: int, world: int) -> None:
 
 def test_ranks_differ() -> None:
     ranks.run(_different, 3)
-
-
-# ---------------------------------------------------------------------- silent mistakes
 
 
 def _silent(rank: int, world: int) -> dict[str, str]:

@@ -111,9 +111,6 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).model.layers
 
 
-# ------------------------------------------------------------------ what shows that a feature is at work
-
-
 def _noting(found: Trained, feature: str, function: Callable) -> Callable:
     def noted(*args: Any, **kwargs: Any) -> Any:
         found.seen.add(feature)
@@ -189,9 +186,6 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
     found.seen |= {name for name, is_on in marks.items() if is_on}
 
 
-# ------------------------------------------------------------------ by the job
-
-
 def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
     """A run of `train sft`. Only compiling is no option of it."""
     found, runs, went_on = Trained(), [], threading.Event()
@@ -225,9 +219,6 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
         checkpoints.load(checkpoints.path_of(SAVED), model=run.model, optimizer=run.optimizer)
         found.saved = whole(run.model)
     return found
-
-
-# ------------------------------------------------------------------ by a loop, on a model of torch's own fully_shard
 
 
 def _by_bridge(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
@@ -311,9 +302,6 @@ def _steps(
         found.norms.append(whole_tensor(nn.utils.clip_grad_norm_(trained, options.clip_norm)).item())
         optimizer.step()
         optimizer.zero_grad()
-
-
-# ------------------------------------------------------------------ many in one launch
 
 
 def on_ranks(rank: int, world: int, folder: Path, pairs: list[Pair], out: Path) -> dict[Pair, Trained | str]:
