@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 import time
@@ -16,8 +17,9 @@ from odc_triton.comm import replicas
 from odc_triton.tools.memory.footprint import memory_plan
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
+from tests.support.gradients import gradients_of
 from tests.support.models import CASES, build, microbatches
-from tests.support.parity import compare, relative
+from tests.support.parity import compare_each, relative
 from tests.support.replicas import Rows, mesh_of
 
 BF16 = torch.bfloat16
@@ -33,7 +35,7 @@ BF16 = torch.bfloat16
 )
 def test_against_one_process(shape: tuple[int, int], name: str, backend: str, style: str) -> None:
     """Uneven counts, a rank without microbatches; in "conv" a scalar, an empty parameter and rows fewer than ranks."""
-    compare(name, torch.Size(shape).numel(), style=style, backend=backend, steps=6, shape=shape)
+    compare_each([(name, "none")], math.prod(shape), style=style, backend=backend, steps=6, shape=shape)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def _rows(rank: int, world: int) -> tuple:
     for _ in range(2):
         with minibatch(model, tokens=1):
             model(x.to(BF16)).backward()
-        gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(model)
         optimizer.step()
     rows = {key: len(p.to_local()) if p.dim() else None for key, p in model.named_parameters()}
     return start, gradients, dict(full_parameters(model)), rows, model.state_dict()["offset"]

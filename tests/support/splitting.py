@@ -12,7 +12,6 @@ import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.whole import whole
 from odc_triton import full_parameters, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.engine.api import engine_of
@@ -22,6 +21,7 @@ from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
+from tests.support.gradients import gradients_of as gradients
 from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of
@@ -169,10 +169,6 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     """Of all gradients together, relative."""
     off = [(found[name].float() - each).norm() for name, each in wanted.items()]
     return float(torch.stack(off).norm() / torch.stack([each.norm() for each in wanted.values()]).norm())
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
