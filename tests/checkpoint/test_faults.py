@@ -25,6 +25,7 @@ from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
 from tests.support.deadlines import LONG_S
+from tests.support.families import causal_lm
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -109,8 +110,6 @@ def test_another_architecture(tmp_path: Path) -> None:
         checkpoints.load(path, model=other, optimizer=None)
     assert "and 1 more" in str(e.value)  # two layers of three biases, five shown
     assert all(torch.equal(value, before[key]) for key, value in _weights(other).items())
-    from tests.support.families import causal_lm
-
     wide = fully_shard(causal_lm("Qwen2", intermediate_size=64))
     with pytest.raises(CheckpointDiffers, match=r"gate_proj.weight is \[48, 32\] .* and \[64, 32\] here"):
         checkpoints.load(path, model=wide, optimizer=None)
