@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from odc_triton import OdcError, fully_shard
 from tests.support import namespaces, ranks
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S, SHORT_S, until
 from tests.support.leftovers import environment, is_stopped
 from tests.support.models import build
 from tests.support.replicas import mesh_of
@@ -34,8 +33,7 @@ def _beside_a_stopped_store(rank: int, world: int) -> tuple[str, list[int]]:
     def late(question: Callable[[], object]) -> object:
         if rank == 0:
             os.kill(pid, signal.SIGSTOP)
-        while not is_stopped(pid):
-            time.sleep(0.01)
+        until(lambda: is_stopped(pid))
         return question()
 
     barrier._ask = lambda question: ask(partial(late, question))
