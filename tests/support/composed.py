@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from bench.whole import whole as whole_tensor
 from odc_triton import enable_split, fully_shard, minibatch, replace_layers, use_odc
 from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
 from odc_triton.checkpoint.folder import Saving
@@ -32,6 +33,7 @@ from odc_triton.optim import Muon
 from odc_triton.recurrent.layers import recurrent_layers
 from tests.support.deadlines import LONG_S
 from tests.support.hybrids import CONFIGS
+from tests.support.replicas import mesh_of
 from tests.support.sft_case import case, write_case
 from tests.support.table_composes import CAP, FEATURES, Pair
 from tests.support.tokenized import tokenize_file
@@ -80,13 +82,8 @@ def model_of(folder: Path, features: tuple[str, ...]) -> Path:
 
 
 def options_of(folder: Path, features: tuple[str, ...], *, world: int, out: Path) -> SftOptions:
-    wanted = {
-        "init": None,
-        "model": str(model_of(folder, features)),
-        "out": str(out),
-        "truncate": False,
-        "token_cap": CAP,
-    }
+    wanted = {"init": None, "model": str(model_of(folder, features)), "out": str(out)}
+    wanted |= {"truncate": False, "token_cap": CAP}
     wanted |= {"steps": STEPS, "samples_per_rank": PER_STEP // world, "warmup_steps": 0, "schedule": "constant"}
     for feature in features:
         wanted |= FEATURES[feature].options
@@ -99,12 +96,7 @@ def samples_of(folder: Path) -> TokenizedDataset:
 
 
 def whole(model: nn.Module) -> Weights:
-    return {name: whole_tensor(parameter).clone() for name, parameter in model.named_parameters()}
-
-
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {name: whole_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -241,7 +233,6 @@ def _by_bridge(rank: int, world: int, folder: Path, features: tuple[str, ...], o
 
 
 def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: Path) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from tests.support.composed_plain import plain_model
@@ -253,8 +244,7 @@ def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: 
     if options.replace_layers:
         replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
     world = torch.distributed.get_world_size()
-    shape, names = ((2, world // 2), ("replicate", "shard")) if options.replicas else ((world,), ("shard",))
-    how = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    how: dict[str, Any] = {"mesh": mesh_of((2, world // 2) if options.replicas else (world,))}
     if options.dtype == "bf16":
         how["mp_policy"] = precision(options.dtype)
     for block in blocks_of(model):
