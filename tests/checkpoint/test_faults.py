@@ -24,7 +24,7 @@ from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
 from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import until
 from tests.support.families import causal_lm
 from tests.support.models import build
 
@@ -344,10 +344,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
     with ranks.start(_hold, 1, tmp_path, 600.0) as job:
-        deadline = time.monotonic() + LONG_S
-        while not (tmp_path / "step-00000002").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until((tmp_path / "step-00000002").exists)
         running = tmp_path / ".step-00000003.abcd1234.saving"  # as if it saved now
         running.mkdir()
         model, optimizer = make(MODEL, bf16=False)
