@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -172,21 +173,13 @@ def _one_step(rank: int, world: int, library: str, policy: MixedPrecisionPolicy)
         fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-
-    def compute() -> torch.Tensor:
+    with minibatch(model) if library == "odc" else nullcontext():
         output = model(x)
         output.float().square().mean().backward()
-        return output.detach()
-
-    if library == "fsdp2":
-        output = compute()
-    else:
-        with minibatch(model):
-            output = compute()
     got = gradients_of(model)
     optimizer.step()
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}
-    return [block.seen for block in model.blocks], (output, x.grad), got, weights
+    return [block.seen for block in model.blocks], (output.detach(), x.grad), got, weights
 
 
 POLICIES = [
