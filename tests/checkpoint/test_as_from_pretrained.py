@@ -25,7 +25,7 @@ from odc_triton.jobs.rl.transformers_engine import TransformersEngine
 from odc_triton.jobs.train import sft
 from odc_triton.tools.cli.export import ExportOptions, export
 from tests.support import jobs, slow
-from tests.support.families import causal_lm
+from tests.support.families import SIZES, causal_lm
 from tests.support.sft_case import case, write_case
 from tests.support.versions import is_older, since
 from tests.support.vision import FAMILIES
@@ -115,24 +115,12 @@ def norm_in(dtype: torch.dtype) -> Callable[[dict], dict]:
 
 def of_bert(folder: Path) -> None:
     """Ties two pairs, of which one is equal in the files."""
-    sizes = {"num_key_value_heads": None, "is_decoder": True, "tie_word_embeddings": True}
+    sizes = SIZES | {"num_key_value_heads": None, "is_decoder": True, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        **sizes,
-    )
-    transformers.BertLMHeadModel(config).save_pretrained(folder)
-    decoder = "cls.predictions.decoder."
-    rewritten(
-        folder,
-        lambda tensors: (
-            tensors | {f"{decoder}bias": tensors["cls.predictions.bias"], f"{decoder}weight": torch.ones(97, 32)}
-        ),
-    )
+    transformers.BertLMHeadModel(transformers.BertConfig(**sizes)).save_pretrained(folder)
+    decoder = {"cls.predictions.decoder.weight": torch.ones(97, 32)}
+    moved = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
+    rewritten(folder, lambda found: found | decoder | {name: found[of] for name, of in moved.items()})
 
 
 def of_images(folder: Path) -> None:
@@ -179,10 +167,12 @@ MORE = {
 def everything(model: nn.Module) -> dict[str, torch.Tensor]:
     values = dict(full_parameters(model)) if hasattr(model, "unshard") else dict(model.named_parameters())
     names = {id(value): name for name, value in model.named_parameters()}
-    return {
-        name: values[names[id(value)]].detach().clone()
-        for name, value in model.named_parameters(remove_duplicate=False)
-    }
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: values[names[id(value)]].detach().clone() for name, value in every}
+
+
+def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], where: str = "") -> None:
+    torch.testing.assert_close(found, want, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
 
 
 def ties(model: nn.Module) -> set[frozenset[str]]:
@@ -209,10 +199,8 @@ def test_values_and_ties_are_transformers(tmp_path: Path, folders: dict) -> None
             warnings.simplefilter("always")
             model = fully_shard(meta_causal_lm(model=str(at)))
             load_pretrained_shards(model, at)
-        values, wanted = everything(model), everything(want)
-        assert values.keys() == wanted.keys(), name
-        for key, value in wanted.items():
-            assert torch.equal(values[key], value), f"{name}: {key}"
+        wanted = everything(want)
+        same(everything(model), wanted, name)
         assert ties(model) == ties(want), name
         assert len(ties(want)) == count, name
         assert [str(each.message) for each in caught if "which differ" in str(each.message)] == [
@@ -220,9 +208,7 @@ def test_values_and_ties_are_transformers(tmp_path: Path, folders: dict) -> None
             for one, other in untied(want, at).items()
         ], name
         save_pretrained(model, tmp_path / "out", overwrite=True)
-        again = everything(plain(tmp_path / "out"))
-        for key, value in wanted.items():
-            assert torch.equal(again[key], value), f"{name}, written: {key}"
+        same(everything(plain(tmp_path / "out")), wanted, f"{name}, written")
 
 
 def untied(model: nn.Module, folder: Path) -> dict[str, str]:
@@ -257,16 +243,12 @@ EXPERTS = {
 def test_merged_tensors_are_checked_before_anything_is_overwritten(tmp_path: Path, case: str) -> None:
     missing, said = EXPERTS[case]
     saved(tmp_path, family="Mixtral", num_local_experts=2)
-    rewritten(
-        tmp_path,
-        lambda found: {name: each for name, each in found.items() if "layers.0" not in name or missing not in name},
-    )
+    rewritten(tmp_path, lambda found: {n: found[n] for n in found if "layers.0" not in n or missing not in n})
     model = fully_shard(causal_lm("Mixtral", vocab_size=300, num_local_experts=2))
     before = everything(model)
     with pytest.raises(CheckpointDiffers, match=said):
         load_pretrained_shards(model, tmp_path)
-    for name, value in everything(model).items():
-        assert torch.equal(value, before[name]), name
+    same(everything(model), before)
 
 
 @pytest.mark.slow
@@ -275,14 +257,8 @@ def test_a_run_from_two_tensors(tmp_path: Path) -> None:
     """Stopped and continued, exported, and sampled from: with both, as transformers has them."""
     write_case(tmp_path)
     tied(tmp_path / "in", head_moved)
-    usual = {
-        "init": None,
-        "model": str(tmp_path / "in"),
-        "steps": 3,
-        "checkpoint_every": 1,
-        "token_cap": 128,
-        "exact": True,
-    }
+    usual = {"init": None, "model": str(tmp_path / "in"), "steps": 3, "checkpoint_every": 1}
+    usual |= {"token_cap": 128, "exact": True}
     runs = {name: case(tmp_path, **usual, out=str(tmp_path / name)) for name in ("whole", "stopped")}
     assert jobs.run(2, runs["whole"]) == [jobs.ENDED]
     assert jobs.run(2, runs["stopped"], stop_after=1) == [jobs.STOPPED]
@@ -295,19 +271,13 @@ def test_a_run_from_two_tensors(tmp_path: Path) -> None:
     assert (want[HEAD][-1, -1] - want[EMBEDDING][-1, -1]) > 0.9
     assert not torch.equal(want[HEAD], everything(plain(tmp_path / "in"))[HEAD])
     for other in (tmp_path / "stopped" / "model", tmp_path / "exported"):
-        found = everything(plain(other))
-        assert found.keys() == want.keys()
-        for key, value in want.items():
-            assert torch.equal(found[key], value), f"{other}: {key}"
-
+        same(everything(plain(other)), want, str(other))
     model = fully_shard(meta_causal_lm(model=str(tmp_path / "in")))
     load_pretrained_shards(model, tmp_path / "in")
     options = SamplingOptions(temperature=0.0, max_new_tokens=9, end_tokens=())
     (((one,),)) = TransformersEngine(model).generate([Request(ids=[5, 6, 7], seeds=[0])], options)
-    made = plain(tmp_path / "in").generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False, eos_token_id=-1
-    )
-    assert one.ids == made[0, 3:].tolist()
+    how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": -1}
+    assert one.ids == plain(tmp_path / "in").generate(torch.tensor([[5, 6, 7]]), **how)[0, 3:].tolist()
 
 
 def adapter(folder: Path, *, beside: bool = False, family: str = "Llama", tied: bool = False, **config: object) -> None:
@@ -331,9 +301,7 @@ def adapter(folder: Path, *, beside: bool = False, family: str = "Llama", tied: 
 MERGES = since("5.7", "load_adapter does not say what it did not find")
 
 # PEFT's options, and whether the head is still tied with that adapter.
-ADAPTERS = {
-    "of a tied head": ({"tied": True, "target_modules": ["q_proj", "lm_head"]}, False),
-}
+ADAPTERS = {"of a tied head": ({"tied": True, "target_modules": ["q_proj", "lm_head"]}, False)}
 MORE_ADAPTERS = {
     "LoRA": ({"tied": True}, True),
     "beside a model": ({"beside": True, "use_rslora": True}, False),
@@ -409,8 +377,7 @@ def test_a_run_from_an_adapter(tmp_path: Path) -> None:
     start = everything(plain(tmp_path / "whole-in"))
     assert any((want[key] - value).abs().max() > 1e-4 for key, value in start.items())
     for other in ("of-in/model", "exported"):
-        for key, value in everything(plain(tmp_path / other)).items():
-            torch.testing.assert_close(value, want[key], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(everything(plain(tmp_path / other)), want, atol=1e-5, rtol=1e-5)
     of_it = case(tmp_path, **usual, model=str(tmp_path / "in"), out=str(tmp_path / "new"))
     with pytest.raises(ValueError, match="has an adapter, and PEFT can't read one on top of it: begin with"):
         sft.check_before_start(replace(of_it, lora_rank=2), 1)
@@ -449,11 +416,7 @@ REFUSED = {
     "int8, of no config": (lambda at: quantised(at, torch.int8), r"_proj.weight is I8\).* give the model that", None),
 }
 MORE_REFUSED = {
-    "int8": (
-        lambda at: quantised(at, torch.int8, INT8),
-        r"bitsandbytes_8bit in config.json\).*\.dequantize\(\)",
-        None,
-    ),
+    "int8": (lambda at: quantised(at, torch.int8, INT8), r"bitsandbytes_8bit in config.json\).*\.dequantize\(\)", None),
     "gptq": (
         lambda at: (saved(at), configured(at, quantization_config={"quant_method": "gptq", "bits": 4})),
         "quant_method gptq",

@@ -31,8 +31,6 @@ from tests.support.replicas import mesh_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
-# ------------------------------------------------------------------ saved by one world, loaded by another
-
 
 def _made(engine: str, name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     import odc_triton

@@ -58,8 +58,8 @@ def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.Capture
         torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         got = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
         assert got.dtype == torch_dtype
-        for name, value in got.named_parameters():
-            assert torch.equal(value, weights[name].to(torch_dtype)), name
+        named = dict(got.named_parameters())
+        torch.testing.assert_close(named, {name: weights[name].to(torch_dtype) for name in named}, rtol=0, atol=0)
         with torch.no_grad():
             plain.load_state_dict(weights, strict=False)
             want = plain.to(torch_dtype)(input_ids=IDS, use_cache=False).logits

@@ -24,7 +24,8 @@ from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
 from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import until
+from tests.support.families import causal_lm
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -44,9 +45,6 @@ def saved_twice(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpo
     return model, optimizer, checkpoints
 
 
-# ------------------------------------------------------------------ the last few stay
-
-
 def test_the_last_few_stay(tmp_path: Path) -> None:
     model, optimizer, _ = saved_twice(tmp_path)
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -58,9 +56,6 @@ def test_the_last_few_stay(tmp_path: Path) -> None:
     assert unfinished(tmp_path) == []
     with pytest.raises(ValueError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
-
-
-# ------------------------------------------------------------------ damage
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "manifest edited"])
@@ -104,9 +99,6 @@ def test_nothing_there(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=1).load(tmp_path / "step-00000009", model=model, optimizer=optimizer)
 
 
-# ------------------------------------------------------------------ of another model
-
-
 def test_another_architecture(tmp_path: Path) -> None:
     _, _, checkpoints = saved_twice(tmp_path)
     path = checkpoints.newest()
@@ -118,8 +110,6 @@ def test_another_architecture(tmp_path: Path) -> None:
         checkpoints.load(path, model=other, optimizer=None)
     assert "and 1 more" in str(e.value)  # two layers of three biases, five shown
     assert all(torch.equal(value, before[key]) for key, value in _weights(other).items())
-    from tests.support.families import causal_lm
-
     wide = fully_shard(causal_lm("Qwen2", intermediate_size=64))
     with pytest.raises(CheckpointDiffers, match=r"gate_proj.weight is \[48, 32\] .* and \[64, 32\] here"):
         checkpoints.load(path, model=wide, optimizer=None)
@@ -135,9 +125,6 @@ def test_another_architecture(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDiffers, match=r"exp_avg of .* is not in this SGD"):
         checkpoints.load(path, model=model, optimizer=optimizer)
     assert not optimizer.state, "states that loading made would count as a step"
-
-
-# ------------------------------------------------------------------ hostile
 
 
 Plain = tuple[nn.Module, torch.optim.Optimizer, Path]
@@ -282,9 +269,6 @@ def test_pickles_are_not_run(plain: Plain, tmp_path: Path) -> None:
     refused(plain, "not a file in its folder")
 
 
-# ------------------------------------------------------------------ no space, no permission, no folder
-
-
 def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool) -> tuple[str, list[int]]:
     """Saves steps 1 to 3; saving step 2 fails. A background save reports that at a later step."""
     model, optimizer = make(MODEL, bf16=False)
@@ -349,9 +333,6 @@ def test_a_rank_that_can_not_write(
         verify(path)
 
 
-# ------------------------------------------------------------------ two runs, one folder
-
-
 def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:
     kept = saved_twice(folder)  # the lock goes with the last of these
     time.sleep(seconds)
@@ -363,10 +344,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
     with ranks.start(_hold, 1, tmp_path, 600.0) as job:
-        deadline = time.monotonic() + LONG_S
-        while not (tmp_path / "step-00000002").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until((tmp_path / "step-00000002").exists)
         running = tmp_path / ".step-00000003.abcd1234.saving"  # as if it saved now
         running.mkdir()
         model, optimizer = make(MODEL, bf16=False)

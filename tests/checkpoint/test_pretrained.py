@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
-from odc_triton.checkpoint import load_pretrained_shards, save_pretrained
+from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
+from odc_triton.checkpoint.pretrained import load_causal_lm
 from odc_triton.checkpoint.write_pretrained import is_of_a_model
 from odc_triton.jobs.data.tokenizer import read_tokenizer
 from tests.support import ranks, slow
+from tests.support.families import causal_lm
 from tests.support.models import MIXTURES, build
 from tests.support.sft_case import QWEN2
 from tests.support.trl_case import tokenizer
@@ -28,8 +30,6 @@ IDS = torch.arange(3, 12)[None]
 
 
 def _sharded(folder: Path) -> nn.Module:
-    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
-
     model = fully_shard(meta_causal_lm(model=str(folder)))
     load_pretrained_shards(model, folder)
     return model.eval()
@@ -85,8 +85,7 @@ def test_a_folder_in_and_out(tmp_path: Path, name: str, files: str) -> None:
     assert (tmp_path / "in" / "model.safetensors.index.json").exists() == (files == "many")
     want = _plain_logits(tmp_path / "in")
     for logits, weights in ranks.run(_loaded_and_exported, 2, tmp_path / "in", tmp_path / "out", None):
-        for key, value in model.named_parameters():
-            assert torch.equal(weights[key], value), key
+        torch.testing.assert_close(weights, dict(model.named_parameters()), rtol=0, atol=0)
         # The same numbers at other addresses, for which the library may choose another kernel.
         torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-6)
     assert torch.equal(_plain_logits(tmp_path / "out"), want)
@@ -99,17 +98,11 @@ def test_a_folder_in_and_out(tmp_path: Path, name: str, files: str) -> None:
     assert len(written) > 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     # The same tensors under the same names as transformers itself writes.
-    assert _names(tmp_path / "out") == _names(tmp_path / "in")
+    torch.testing.assert_close(_tensors(tmp_path / "out"), _tensors(tmp_path / "in"), rtol=0, atol=0)
 
 
-def _names(folder: Path) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return found
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 def test_in_bf16(tmp_path: Path) -> None:
@@ -118,16 +111,13 @@ def test_in_bf16(tmp_path: Path) -> None:
     ((logits, _),) = ranks.run(_loaded_and_exported, 1, tmp_path / "in", tmp_path / "out", torch.bfloat16)
     assert logits.dtype == torch.float32
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    written = [value.dtype for path in (tmp_path / "out").glob("*.safetensors") for value in load_file(path).values()]
-    assert {*written} == {torch.bfloat16}
+    assert {value.dtype for value in _tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert torch.equal(_plain_logits(tmp_path / "out"), _plain_logits(tmp_path / "in"))
     # The same numbers at other addresses, as above.
     torch.testing.assert_close(logits, _plain_logits(tmp_path / "in", dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
-
     build("llama").save_pretrained(tmp_path / "llama")
     build("qwen2").save_pretrained(tmp_path / "qwen2")
     model = fully_shard(meta_causal_lm(model=str(tmp_path / "qwen2")))
@@ -135,8 +125,6 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         load_pretrained_shards(model, tmp_path / "llama")
     with pytest.warns(UserWarning, match=r"6 tensors that the model does not have: .*bias"):
         load_pretrained_shards(fully_shard(build("llama")), tmp_path / "qwen2")
-    from tests.support.families import causal_lm
-
     with pytest.raises(CheckpointDiffers, match=r"gate_proj\.weight is \[48, 32\] in the files and \[64, 32\] here"):
         load_pretrained_shards(fully_shard(causal_lm("Qwen2", intermediate_size=64)), tmp_path / "qwen2")
     pickled = tmp_path / "pickled"
@@ -185,12 +173,8 @@ def test_what_transformers_writes_is_a_models(tmp_path: Path) -> None:
     assert not any(map(is_of_a_model, others))
 
 
-# ------------------------------------------------------------------ memory
-
-
 def _memory(rank: int, world: int, folder: Path, out: Path) -> list[int]:
     from bench.harness import PeakMemory
-    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 
     small = fully_shard(build("qwen2"))  # what torch and transformers set up on first use
     small(input_ids=IDS)
@@ -212,8 +196,6 @@ def _memory(rank: int, world: int, folder: Path, out: Path) -> list[int]:
 
 
 def test_no_private_copy(tmp_path: Path) -> None:
-    from tests.support.families import causal_lm
-
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "vocab_size": 8192}
     model = causal_lm("Qwen2", **sizes)
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -229,8 +211,6 @@ def test_no_private_copy(tmp_path: Path) -> None:
 
 
 def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.checkpoint.pretrained import load_causal_lm, meta_causal_lm
-
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}})
     )
@@ -265,8 +245,6 @@ def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_config_of_no_model_is_named(tmp_path: Path, changes: dict | str, said: str) -> None:
-    from odc_triton.checkpoint import meta_causal_lm
-
     path = tmp_path / "config.json"
     path.write_text(changes if isinstance(changes, str) else json.dumps(QWEN2 | changes))
     with pytest.raises(ValueError, match=said) as caught:

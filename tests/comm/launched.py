@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import LONG_S, until
 
 
 def work(what: str, folder: str) -> dict:
@@ -28,18 +28,15 @@ def work(what: str, folder: str) -> dict:
     if what == "raise" and rank == 1:
         raise ValueError("in two\nlines")
     if what == "all raise":
-        while len(list(Path(folder).glob("rank-*"))) < 2:  # a rank that starts much later would be told to end
-            time.sleep(0.01)
+        until(lambda: len(list(Path(folder).glob("rank-*"))) == 2)  # a rank that starts much later would be told to end
         raise OSError("no such data")
     if what == "blames" and rank == 0:
         from odc_triton.base.errors import RankLost
 
-        while not Path(folder, "rank-1").exists():  # a rank that starts much later would be told to end
-            time.sleep(0.01)
+        until(Path(folder, "rank-1").exists)  # a rank that starts much later would be told to end
         raise RankLost([1], "rank 1 died")
     if what == "blames":
-        while not Path(folder, "rank-0").exists():
-            time.sleep(0.01)
+        until(Path(folder, "rank-0").exists)
         time.sleep(0.5)
         raise ValueError("the cause")
     if what == "killed" and rank == 1:
@@ -52,8 +49,7 @@ def work(what: str, folder: str) -> dict:
     if what == "stopped":
         sys.exit(128 + signal.SIGTERM)
     if what.startswith("Ctrl-C") and rank == 1:
-        while what != "Ctrl-C" and not Path(folder, "deaf").exists():
-            time.sleep(0.01)
+        until(lambda: what == "Ctrl-C" or Path(folder, "deaf").exists())
         os.kill(os.getpid(), signal.SIGINT)
     if what in ("Ctrl-C, blamed", "Ctrl-C, and a failure"):
         from odc_triton.base.errors import RankLost

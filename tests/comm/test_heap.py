@@ -23,7 +23,7 @@ from odc_triton.comm.memory.cuda import _allocated, check_socket_folder
 from odc_triton.comm.memory.heap import LEFT, PID, STATUS_SLOTS, ByteLocks, SharedMemoryHeap, _new_memfd
 from odc_triton.comm.memory.rendezvous import receive_files, send_files
 from tests.support import leftovers, ranks
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S, SHORT_S, until
 from tests.support.forks import exit_of_child, fork
 
 SOON = timedelta(seconds=LONG_S)
@@ -110,10 +110,8 @@ def test_other_users_are_turned_away() -> None:
 
 
 def _connected(address: str) -> socket.socket:
-    connection, deadline_s = socket.socket(socket.AF_UNIX), time.monotonic() + LONG_S
-    while connection.connect_ex(address) != 0:
-        assert time.monotonic() < deadline_s, "nobody listens there"
-        time.sleep(0.01)
+    connection = socket.socket(socket.AF_UNIX)
+    until(lambda: connection.connect_ex(address) == 0)
     return connection
 
 
@@ -162,10 +160,7 @@ def _killed_holder(rank: int, world: int) -> tuple:
     store.wait(["held"], SOON)
     before = (heap.try_lock(0, 0), heap.lock_holder(0, 0), heap.is_alive(1))
     os.kill(heap.seen(PID)[1], signal.SIGKILL)
-    deadline_s = time.monotonic() + LONG_S
-    while not heap.try_lock(0, 0):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: heap.try_lock(0, 0))
     return before, (heap.lock_holder(0, 0), heap.is_alive(1), heap.seen(LEFT))
 
 
@@ -203,24 +198,18 @@ def _forked() -> tuple[list[int], bool]:
     token, own = f"forked-{os.getpid()}", {"world": 2, "size_bytes": 64, "locks": 1, "timeout_s": LONG_S}
     worker_ended, seen_by_rank_0 = LEFT + 1, LEFT + 2
 
-    def wait_for(heap: SharedMemoryHeap, slot: int, rank: int) -> None:
-        deadline_s = time.monotonic() + LONG_S
-        while not heap.seen(slot)[rank]:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-
     def rank_1() -> int:
         heap = SharedMemoryHeap(rank=1, token=token, **own)
         status = exit_of_child(lambda: heap.close() or 0)
         heap.show(worker_ended, 1)
-        wait_for(heap, seen_by_rank_0, 0)
+        until(lambda: heap.seen(seen_by_rank_0)[0])
         return status
 
     peer = fork()
     if peer == 0:
         os._exit(rank_1())
     heap = SharedMemoryHeap(rank=0, token=token, **own)
-    wait_for(heap, worker_ended, 1)
+    until(lambda: heap.seen(worker_ended)[1])
     seen = heap.seen(LEFT), heap.is_alive(1)
     heap.show(seen_by_rank_0, 1)
     assert os.waitstatus_to_exitcode(os.waitpid(peer, 0)[1]) == 0

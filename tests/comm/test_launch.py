@@ -20,7 +20,7 @@ import pytest
 from odc_triton.jobs.launcher.launch import Interrupted, LocalRanks, RemoteTraceback, launch
 from tests.comm.launched import work
 from tests.support import leftovers, slow
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S, SHORT_S, until
 from tests.support.leftovers import environment
 from tests.support.ranks import in_own_process
 
@@ -186,20 +186,17 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
     (tmp_path / "writes_its_pid.py").write_text(_WRITES_ITS_PID)
     launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=leftovers.environment())
     try:
-        deadline_s = time.monotonic() + LONG_S
-        while len(files := list(tmp_path.glob("rank-*"))) < 2 or not all(path.read_text() for path in files):
-            assert launcher.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        pids = [int(path.read_text()) for path in files]
+        until(
+            lambda: launcher.poll() is not None or sum(bool(each.read_text()) for each in tmp_path.glob("rank-*")) > 1
+        )
+        assert launcher.poll() is None
+        pids = [int(path.read_text()) for path in tmp_path.glob("rank-*")]
+        assert len(pids) == 2
         assert all(psutil.pid_exists(pid) for pid in pids)
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-    deadline_s = time.monotonic() + LONG_S
-    while alive := [pid for pid in pids if leftovers.is_running(pid)]:
-        assert time.monotonic() < deadline_s, f"ranks {alive} outlive their launcher"
-        time.sleep(0.05)
+    until(lambda: not any(map(leftovers.is_running, pids)))
 
 
 def test_exit_functions_are_not_waited_for():

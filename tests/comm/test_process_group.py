@@ -53,12 +53,7 @@ def test_a_rank_that_sees_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "kinds"),
-    [
-        ([None], "gloo"),
-        ([A, B, C], "cpu:gloo,cuda:nccl"),
-        ([A, B, B], "gloo"),
-    ],
+    ("devices", "kinds"), [([None], "gloo"), ([A, B, C], "cpu:gloo,cuda:nccl"), ([A, B, B], "gloo")]
 )
 def test_nccl_only_where_all_gpus_differ(devices: list[str | None], kinds: str) -> None:
     assert group_kinds(devices) == kinds
@@ -67,9 +62,6 @@ def test_nccl_only_where_all_gpus_differ(devices: list[str | None], kinds: str) 
 def test_some_ranks_without_a_gpu() -> None:
     with pytest.raises(RanksDiffer, match=re.escape("ranks [1, 2] compute on the CPU")):
         group_kinds([A, None, None])
-
-
-# ---------------------------------------------------------------------- real ranks, started as torchrun starts them
 
 
 def _one_step() -> float:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from odc_triton import fully_shard, minibatch
 from tests.support import ranks
 from tests.support.blocks import batch
+from tests.support.gradients import gradients_of
 
 
 @dataclass
@@ -221,9 +222,7 @@ def _gradients_of_modules(rank: int, world: int, backend: str, names: list[str])
         assert not any(p.leaf._backward_hooks for p in model._odc_engine.parameters), name
         assert not any(each.is_filled for unit in model._odc_engine.units for each in unit.gathered), name
         assert model.state_dict().keys() == _module(name).state_dict().keys()
-        result[name] = {
-            key: p.grad.full_tensor() for key, p in model.named_parameters(remove_duplicate=False) if p.grad is not None
-        }
+        result[name] = gradients_of(model)
     return result
 
 
@@ -235,12 +234,7 @@ def test_modules() -> None:
         model = _module(name)
         for seed in (0, 1, 0):
             run(model, batch(seed))
-        want = {key: p.grad for key, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
-        for got in (found for found in results if name in found):
-            assert got[name].keys() == want.keys(), name
-            for key, gradient in want.items():
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                # bf16 products under autocast: the sums over microbatches are fp32, the products are the same bits
-                torch.testing.assert_close(
-                    got[name][key], dense, rtol=1e-4, atol=1e-5, msg=lambda m, n=name, k=key: f"{n}, {k}: {m}"
-                )
+        want = {key: grad.to_dense() if grad.is_sparse else grad for key, grad in gradients_of(model).items()}
+        for got in (found[name] for found in results if name in found):
+            # bf16 products under autocast: the sums over microbatches are fp32, the products are the same bits
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -107,12 +107,7 @@ def _unit(
     wholes = [torch.randn(shape).to([torch.bfloat16, torch.float32][len(shape) % 2]) for shape in shapes]
     specs = [
         ParameterSpec(
-            names=("p",),
-            shape=shape,
-            master_dtype="float32",
-            compute_dtype="float32",
-            reduce_dtype="float32",
-            unit="",
+            names=("p",), shape=shape, master_dtype="float32", compute_dtype="float32", reduce_dtype="float32", unit=""
         )
         for shape in shapes
     ]

@@ -145,8 +145,7 @@ def test_unsharded_parameters_are_there() -> None:
     model = fully_shard(nn.Linear(2, 2), backend="cpu-sharded")
     wanted = dict(full_parameters(model))
     model.unshard()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, wanted[name])
+    torch.testing.assert_close(dict(model.named_parameters()), wanted, rtol=0, atol=0)
     model.reshard()
 
 

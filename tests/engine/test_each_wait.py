@@ -98,11 +98,7 @@ WAITS = (
         "(lambda work: work())(",
         before="partial(",
     ),
-    Wait(
-        "what was on the host is used after it has come back",
-        "self._streams.follow_adds()",
-        _OFFLOAD,
-    ),
+    Wait("what was on the host is used after it has come back", "self._streams.follow_adds()", _OFFLOAD),
     Wait(
         "a buffer is filled again after it was read",
         "staged.stream.wait_event(staged.read)",

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch, publish, use_odc
 from tests.support import ranks
 from tests.support.refusals import caught, net
+from tests.support.replicas import mesh_of
 
 BF16 = torch.bfloat16
 X = torch.arange(12.0).view(3, 4) / 7
@@ -55,9 +55,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _evaluated(rank: int, world: int, edit: str, mesh: tuple[int, ...], dtype: Any) -> tuple[list, list]:
     """Outputs after two rounds of a step, an edit and a publication, and what plain torch has for those masters."""
-    names = ("replicate", "shard")[-len(mesh) :]
     policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
-    model = fully_shard(_net(), mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names), mp_policy=policy)
+    model = fully_shard(_net(), mesh=mesh_of(mesh), mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     got, want = [], []
     for _ in range(2):
@@ -84,12 +83,8 @@ def test_an_evaluation_sees_what_was_published() -> None:
 
 
 def _bf16(mesh: tuple[int, ...], way: str = "fully_shard") -> nn.Module:
-    names = ("replicate", "shard")[-len(mesh) :]
-    policy = MixedPrecisionPolicy(param_dtype=BF16)
-    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
-    if way == "fully_shard":
-        return fully_shard(_net(), mesh=device_mesh, mp_policy=policy)
-    return use_odc(fsdp2(_net(), mesh=device_mesh, mp_policy=policy))
+    how = {"mesh": mesh_of(mesh), "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}
+    return fully_shard(_net(), **how) if way == "fully_shard" else use_odc(fsdp2(_net(), **how))
 
 
 def _forward(model: nn.Module) -> None:
@@ -142,8 +137,8 @@ def test_a_read_of_unpublished_edits_is_refused() -> None:
 
 def _entered(rank: int, world: int, edit: str, dtype: Any) -> list[str]:
     """What minibatches say after an edit on rank 0, with replicas, and once it is published."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(_net(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
+    model = fully_shard(_net(), mesh=mesh_of((2, 1)), mp_policy=policy)
     with torch.no_grad():
         if rank == 0:
             EDITS[edit](model)

@@ -16,6 +16,7 @@ from odc_triton.engine.parameter import Slot
 from odc_triton.engine.unit import Prefetch
 from tests.support import ranks
 from tests.support.blocks import Residual, filled
+from tests.support.gradients import gradients_of
 from tests.support.place import DEVICE, INTERPRETED
 
 BACKEND = "cpu-sharded" if INTERPRETED else "cuda"
@@ -28,11 +29,8 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.blocks, self.leave = (
-            nn.Linear(3, 6),
-            nn.ModuleList(Residual() for _ in range(4)),
-            nn.Linear(6, 2),
-        )
+        self.enter, self.blocks = nn.Linear(3, 6), nn.ModuleList(Residual() for _ in range(4))
+        self.leave = nn.Linear(6, 2)
         self.skip: set[int] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,12 +161,10 @@ def test_another_order_is_still_right() -> None:
                 torch.manual_seed(7 * step + micro + 100 * rank)
                 (model(torch.randn(5, 3, device=DEVICE)).square().sum() / 20).backward()
         optimizer.step()
+    want = {name: value.detach().cpu() for name, value in model.named_parameters()}
     for weights in ranks.run(_other_orders, 2):
-        for name, want in model.named_parameters():
-            # fp32 sums in another order, three small steps.
-            torch.testing.assert_close(
-                weights[name], want.detach().cpu(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        # fp32 sums in another order, three small steps.
+        torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
@@ -223,11 +219,8 @@ def test_tied_over_units() -> None:
         plain(x).square().sum().backward()
         with minibatch(model):
             model(x).square().sum().backward()
-        for (name, got), (_, want) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-            # The same operations on the same numbers; a tied gradient is summed in another order.
-            torch.testing.assert_close(
-                got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m
-            )
+        # The same operations on the same numbers; a tied gradient is summed in another order.
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
         model.zero_grad()
 
 

@@ -17,6 +17,7 @@ from odc_triton import fully_shard, minibatch, register_fsdp_forward_method
 from odc_triton.nn.operand import is_sharded
 from tests.support import ranks
 from tests.support.blocks import Residual, filled
+from tests.support.gradients import gradients_of
 from tests.support.place import DEVICE, INTERPRETED
 
 BACKEND = "cpu-sharded" if INTERPRETED else "cuda"
@@ -86,10 +87,7 @@ def _train(model: nn.Module, case: Case) -> tuple[list, list[dict], list[list[st
             for micro in range(MICROBATCHES):
                 outputs.append(case.microbatch(model, MICROBATCHES * step + micro).detach().clone())
                 left.append(filled(model) if sharded else [])
-        found = {name: p.grad for name, p in model.named_parameters()}
-        if sharded:
-            found = {name: None if grad is None else grad.full_tensor() for name, grad in found.items()}
-        gradients.append({name: None if grad is None else grad.clone().cpu() for name, grad in found.items()})
+        gradients.append({name: grad.cpu() for name, grad in gradients_of(model).items()})
         optimizer.step()
         optimizer.zero_grad()
     return outputs, gradients, left
@@ -99,12 +97,7 @@ def _compare(case: Case, outputs: list, gradients: list[dict], left: list[list[s
     want_outputs, want_gradients, _ = _train(case.build().to(DEVICE), case)
     assert not any(left), f"whole parameters were left behind: {left}"
     # The same operations in fp32; gradients of several microbatches are summed in another order.
-    torch.testing.assert_close(outputs, want_outputs, rtol=1e-4, atol=1e-5)
-    for got, wanted in zip(gradients, want_gradients, strict=True):
-        for name, want in wanted.items():
-            assert (got[name] is None) == (want is None), name
-            if want is not None:
-                torch.testing.assert_close(got[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close((outputs, gradients), (want_outputs, want_gradients), rtol=1e-4, atol=1e-5)
 
 
 class Outer(nn.Module):

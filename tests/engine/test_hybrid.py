@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 import time
@@ -16,14 +17,12 @@ from odc_triton.comm import replicas
 from odc_triton.tools.memory.footprint import memory_plan
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
+from tests.support.gradients import gradients_of
 from tests.support.models import CASES, build, microbatches
-from tests.support.parity import compare, relative
+from tests.support.parity import compare_each, relative
 from tests.support.replicas import Rows, mesh_of
 
 BF16 = torch.bfloat16
-
-
-# ---------------------------------------------------------------------- against one process
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ BF16 = torch.bfloat16
 )
 def test_against_one_process(shape: tuple[int, int], name: str, backend: str, style: str) -> None:
     """Uneven counts, a rank without microbatches; in "conv" a scalar, an empty parameter and rows fewer than ranks."""
-    compare(name, torch.Size(shape).numel(), style=style, backend=backend, steps=6, shape=shape)
+    compare_each([(name, "none")], math.prod(shape), style=style, backend=backend, steps=6, shape=shape)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +63,6 @@ def test_masters_are_on_all_ranks_each_element_once(in_ranks: dict[str, list]) -
     assert masters[0][1] == memory_plan(build("conv"), 2, replicas=2).optimizer_state_bytes
 
 
-# ---------------------------------------------------------------------- shapes, dtypes, initial values
-
-
 @mock.patch.object(replicas, "_BUFFER_BYTES", 48)  # parts are cut to fit it
 def _rows(rank: int, world: int) -> tuple:
     torch.manual_seed(0)
@@ -82,7 +78,7 @@ def _rows(rank: int, world: int) -> tuple:
     for _ in range(2):
         with minibatch(model, tokens=1):
             model(x.to(BF16)).backward()
-        gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(model)
         optimizer.step()
     rows = {key: len(p.to_local()) if p.dim() else None for key, p in model.named_parameters()}
     return start, gradients, dict(full_parameters(model)), rows, model.state_dict()["offset"]
@@ -125,9 +121,6 @@ def test_odd_rows(in_ranks: dict[str, list]) -> None:
     assert [rows["seven.weight"] for *_, rows, _ in results] == [2, 2, 2, 1]
     assert [rows["two.weight"] for *_, rows, _ in results] == [1, 1, 0, 0]
     assert [rows["one.weight"] for *_, rows, _ in results] == [1, 0, 0, 0]
-
-
-# ---------------------------------------------------------------------- a rank dies
 
 
 def _killed(rank: int, world: int, where: str, victim: int) -> tuple:

@@ -124,10 +124,7 @@ class _Table(optim.SGD):
 
 OTHER = {
     "maximize": (_sgd(maximize=True), r"RanksDiffer.*maximize \(parameter group 0\) is False on ranks \[0\]; True on"),
-    "nesterov": (
-        _sgd(momentum=0.9, nesterov=True),
-        r"RanksDiffer.*momentum \(.* group 0\) is 0.0 on ranks \[0\]",
-    ),
+    "nesterov": (_sgd(momentum=0.9, nesterov=True), r"RanksDiffer.*momentum \(.* group 0\) is 0.0 on ranks \[0\]"),
     "a tensor": (_sgd(weight_decay=torch.tensor(0.5)), r"RanksDiffer.*weight_decay .* is 0.0 on ranks \[0\]; 0.5 on"),
     "foreach": (_sgd(foreach=False), "nothing was raised"),
     "ints": (lambda model, one: optim.SGD(model.parameters(), lr=1 if one else 1.0), "nothing was raised"),
@@ -147,8 +144,6 @@ def test_steps_that_differ_between_ranks_are_refused_on_all() -> None:
     for (name, (_, words)), said in zip(OTHER.items(), found, strict=True):
         assert all(re.search(words, text) for text in said), (name, said)
 
-
-# ---------------------------------------------------------------------- a gradient that would be lost
 
 # What is done with the second of two optimizers after the first minibatch; what its step says after the second.
 SLOW = {
@@ -202,8 +197,6 @@ def test_a_compiled_step() -> None:
     for got, want in zip(*ranks.run_all(2, (_compiled, True), (_compiled, False)), strict=True):
         torch.testing.assert_close(got, want)
 
-
-# ---------------------------------------------------------------------- zero_grad inside of a minibatch
 
 ZEROING = {
     "none": lambda model, _: model.zero_grad(),

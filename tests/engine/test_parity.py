@@ -6,14 +6,13 @@ import pytest
 
 from tests.support import slow
 from tests.support.models import CASES, MIXTURES
-from tests.support.parity import compare, compare_each
+from tests.support.parity import compare_each
 
 STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "steps"),
-    [("cpu", 3, STEPS), ("cpu-sharded", 3, STEPS), slow("cpu-sharded", 4, 10)],
+    ("backend", "world", "steps"), [("cpu", 3, STEPS), ("cpu-sharded", 3, STEPS), slow("cpu-sharded", 4, 10)]
 )
 def test_steps(backend: str, world: int, steps: int) -> None:
     """By "cpu-sharded", shards lie apart and whole parameters are gathered ahead and freed: CUDA's way."""
@@ -70,4 +69,4 @@ def test_mixtures(names: list[str], world: int, backend: str, transforms: list[s
 @pytest.mark.parametrize("transform", ["direct", "gathered", "staged", "checkpointing+direct+chunks", "frozen+staged"])
 def test_replaced_layers_by_kernels(transform: str) -> None:
     """All of a model's products, in Triton's interpreter: few steps, as it is slow."""
-    compare("qwen3", 2, transform=transform, backend="cpu-interpreter", steps=2)
+    compare_each([("qwen3", transform)], 2, backend="cpu-interpreter", steps=2)

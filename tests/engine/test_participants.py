@@ -12,6 +12,7 @@ from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import OdcError, RanksDiffer
 from odc_triton.engine.minibatch import Participant
 from tests.support import ranks
+from tests.support.refusals import caught
 
 
 class Refused(OdcError):
@@ -150,10 +151,7 @@ def _late(rank: int, world: int) -> dict[str, Any]:
     found["by 0"] = gradient(0.0)
     with minibatch(model) as ended:
         pass
-    try:
-        ended.divide_by(2.0)
-    except RuntimeError as error:
-        found["too late"] = str(error)
+    found["too late"] = caught(lambda: ended.divide_by(2.0))
     model._odc_engine.divide_factor = 5.0
     found["by a factor"], found["by 12, a factor"] = gradient(None), gradient(12.0)
     probe.calls = []
@@ -161,10 +159,7 @@ def _late(rank: int, world: int) -> dict[str, Any]:
         model._odc_engine.give(split="a plan")
     found["hooks"] = [each for each in probe.calls if each[0] in ("entry", "opened")]
     with minibatch(model, tokens=1):
-        try:
-            model._odc_engine.give(videos="a plan")
-        except RuntimeError as error:
-            found["unknown"] = str(error)
+        found["unknown"] = caught(lambda: model._odc_engine.give(videos="a plan"))
     return found
 
 
@@ -180,6 +175,6 @@ def test_what_is_known_late() -> None:
         )
         assert found["by 0"].startswith("MinibatchFailed: ")
         assert "divide_by has 0.0; give a finite number above 0" in found["by 0"]
-        assert found["too late"].startswith("divide_by outside of its minibatch")
+        assert found["too late"].startswith("RuntimeError: divide_by outside of its minibatch")
         assert found["hooks"] == [("entry", None), ("opened",), ("entry", "a plan"), ("opened",)]
-        assert found["unknown"].startswith("this minibatch was given a videos")
+        assert found["unknown"].startswith("RuntimeError: this minibatch was given a videos")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from odc_triton import MinibatchFailed, fully_shard, minibatch
 from tests.support import ranks
+from tests.support.refusals import caught
 
 USES = {
     "clip_grad_norm_": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
@@ -36,11 +39,7 @@ def _used(rank: int, world: int) -> tuple[dict[str, str], dict[str, object]]:
     said: dict[str, str] = {}
 
     def use_all(when: str) -> None:
-        for name, use in USES.items():
-            try:
-                said[f"{name} {when}"] = f"returned {use(parameters)}"
-            except RuntimeError as error:
-                said[f"{name} {when}"] = str(error)
+        said.update({f"{name} {when}": caught(partial(use, parameters)) for name, use in USES.items()})
 
     seen: dict[str, object] = {}
     with minibatch(model):
@@ -63,23 +62,21 @@ def _used(rank: int, world: int) -> tuple[dict[str, str], dict[str, object]]:
 
 def _assigned(rank: int, world: int) -> list[str]:
     model = fully_shard(nn.Linear(3, 2))
-    said = []
-    for rank_that_assigns in (0, None):
-        try:
-            with minibatch(model):
-                model(torch.ones(1, 3)).sum().backward()
-                if rank == rank_that_assigns:
-                    model.weight.grad = torch.ones_like(model.weight)
-            said.append("nothing was raised")
-        except MinibatchFailed as error:
-            said.append(str(error))
-    return said
+
+    def step(assigns: bool) -> None:
+        with minibatch(model):
+            model(torch.ones(1, 3)).sum().backward()
+            if assigns:
+                model.weight.grad = torch.ones_like(model.weight)
+
+    return [caught(partial(step, assigns)) for assigns in (rank == 0, False)]
 
 
 def test_a_gradient_is_not_used_before_the_end() -> None:
     used, assigned = ranks.run_all(2, _used, _assigned)
     for said, seen in used:
         for name, text in said.items():
+            assert text.startswith("RuntimeError: "), name
             assert "Clip, scale and read gradients after the `with minibatch(...)` block" in text, name
         assert len(said) == 2 * len(USES)
         assert seen["shape"]
@@ -87,5 +84,6 @@ def test_a_gradient_is_not_used_before_the_end() -> None:
         assert seen["landed"] > 0
         assert seen["ValueError"] == seen["KeyboardInterrupt"] == [None] * 4
     for first, second in assigned:  # it would be lost
+        assert first.startswith("MinibatchFailed: ")
         assert "rank 0: RuntimeError: p.grad of weight was assigned inside the minibatch" in first
         assert second == "nothing was raised"

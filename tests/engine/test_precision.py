@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,18 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton import full_parameters, fully_shard, minibatch
 from tests.support import ranks
+from tests.support.gradients import gradients_of
 from tests.support.models import CASES, build, microbatches
+from tests.support.parity import relative
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SIZES = [5, 17, 3, 9]
 DEAL = [[0, 2, 3], [1], []]  # unequal counts, and a rank with none
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-
-
-# ------------------------------------------------------------------ against plain torch
 
 
 def by_hand(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -53,17 +49,13 @@ def _sharded(rank: int, world: int, name: str, policy: MixedPrecisionPolicy) -> 
     with minibatch(model, tokens=sum(case.count(batch) for batch in batches)) as mb:
         for batch in batches:
             (case.loss(model, batch) / mb.tokens).backward()
-    got = gradients(model)
+    got = gradients_of(model)
     local = {p.grad.dtype for p in model.parameters() if p.grad is not None}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.step()
     masters = {key: p.full_tensor() for key, p in model.named_parameters()}
     dist.barrier()
     return got, local, masters, dict(full_parameters(model))
-
-
-def error_by_norm(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
 
 
 def test_low_precision_compute() -> None:
@@ -77,16 +69,16 @@ def test_low_precision_compute() -> None:
         for got, dtypes, masters, published in found:
             assert dtypes == {FP32}  # the masters' dtype, whatever was summed in
             assert got.keys() == want.keys()
-            errors = {key: error_by_norm(got[key], want[key]) for key in want if want[key].numel()}
+            errors = {key: relative(got[key].double(), want[key].double()) for key in want if want[key].numel()}
             if policy.reduce_dtype is None:
                 # The same products in the same dtype: only the order of a few fp32 additions differs.
                 assert max(errors.values()) < 1e-6, (name, errors)
             else:
                 assert all(torch.equal(gradient, gradient.to(BF16).float()) for gradient in got.values())
                 assert 1e-4 < max(errors.values()) < 2e-2, errors  # 2^-8 for each of four additions
-            for key, master in masters.items():
-                assert master.dtype == FP32
-                torch.testing.assert_close(published[key], master.to(dtype), rtol=0, atol=0)
+            assert {master.dtype for master in masters.values()} == {FP32}
+            masters = {key: master.to(dtype) for key, master in masters.items()}
+            torch.testing.assert_close(published, masters, rtol=0, atol=0)
 
 
 def _double(rank: int, world: int) -> tuple:
@@ -95,7 +87,7 @@ def _double(rank: int, world: int) -> tuple:
     with minibatch(model, tokens=1) as mb:
         for images, labels in microbatches("conv", [[3, 2], [4]][rank], seed=rank):
             (case.loss(model, (images.double(), labels)) / mb.tokens).backward()
-    return gradients(model)
+    return gradients_of(model)
 
 
 def _as_double(found: list) -> None:
@@ -106,7 +98,7 @@ def _as_double(found: list) -> None:
     for got in found:
         for key, parameter in model.named_parameters():
             assert got[key].dtype == FP64
-            assert parameter.numel() == 0 or error_by_norm(got[key], parameter.grad) < 1e-13, key
+            assert parameter.numel() == 0 or relative(got[key], parameter.grad) < 1e-13, key
 
 
 def _low_precision_masters(rank: int, world: int) -> tuple:
@@ -142,9 +134,6 @@ def test_masters() -> None:
         assert len(texts) == (rank == 0)
         assert not texts or "2 trainable parameters are bfloat16 (weight, …)" in texts[0]
     assert copies == [[(FP32, True)] * 2, [(FP32, True)] * 2, [(BF16, False)] * 2]
-
-
-# ------------------------------------------------------------------ against FSDP2
 
 
 class Block(nn.Module):
@@ -184,21 +173,13 @@ def _one_step(rank: int, world: int, library: str, policy: MixedPrecisionPolicy)
         fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-
-    def compute() -> torch.Tensor:
+    with minibatch(model) if library == "odc" else nullcontext():
         output = model(x)
         output.float().square().mean().backward()
-        return output.detach()
-
-    if library == "fsdp2":
-        output = compute()
-    else:
-        with minibatch(model):
-            output = compute()
-    got = gradients(model)
+    got = gradients_of(model)
     optimizer.step()
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}
-    return output, x.grad, [block.seen for block in model.blocks], got, weights
+    return [block.seen for block in model.blocks], (output.detach(), x.grad), got, weights
 
 
 POLICIES = [
@@ -215,14 +196,9 @@ def test_one_step_of_fsdp2() -> None:
         ranks.run_all(2, *((_one_step, library, policy) for policy in POLICIES)) for library in ("fsdp2", "odc")
     )
     for policy, of_ranks, want_of_ranks in zip(POLICIES, ours, theirs, strict=True):
-        for (output, x_grad, seen, grads, weights), want in zip(of_ranks, want_of_ranks, strict=True):
-            assert seen == want[2], policy
-            assert output.dtype == want[0].dtype, policy
-            torch.testing.assert_close(output, want[0], rtol=0, atol=0)
-            torch.testing.assert_close(x_grad, want[1], rtol=0, atol=0)
-            assert grads.keys() == want[3].keys()
-            for name, gradient in want[3].items():
-                # The mean over two ranks: FSDP2 divides before it adds, we divide the sum; both exact but for overflow.
-                torch.testing.assert_close(grads[name], gradient, rtol=1e-6, atol=1e-9)
-            for name, weight in want[4].items():
-                torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-7)
+        for (seen, exact, grads, weights), want in zip(of_ranks, want_of_ranks, strict=True):
+            assert seen == want[0], policy
+            torch.testing.assert_close(exact, want[1], rtol=0, atol=0)
+            # The mean over two ranks: FSDP2 divides before it adds, we divide the sum; both exact but for overflow.
+            torch.testing.assert_close(grads, want[2], rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(weights, want[3], rtol=1e-6, atol=1e-7)

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, full_parameters, fully_shard, minibatch
+from odc_triton import DeadlineExceeded, RankLost, full_parameters, fully_shard, minibatch
 from odc_triton.comm import barrier as barrier_module
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import StatusBoard
@@ -29,15 +30,14 @@ from odc_triton.jobs.train.agreement import own_gradients, square_norm
 from tests.support import ranks
 from tests.support.blocks import Blocks, batch, build
 from tests.support.deadlines import LONG_S
+from tests.support.gradients import gradients_of
+from tests.support.refusals import caught
 
 SOON = timedelta(seconds=LONG_S)
 
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
-
-
-# ---------------------------------------------------------------------- nobody waits inside a minibatch
 
 
 def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
@@ -85,9 +85,6 @@ def _lock_wait(rank: int, world: int) -> list:
     return model._odc_engine.events.drain()
 
 
-# ---------------------------------------------------------------------- reading outside of a minibatch
-
-
 def _interrupted_evaluation(rank: int, world: int) -> float:
     model = fully_shard(build())
     handle = model.blocks[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -98,9 +95,6 @@ def _interrupted_evaluation(rank: int, world: int) -> float:
     with minibatch(model, tokens=1):  # goes on as if nothing had happened
         model(batch(0)).sum().backward()
     return model.head.bias.grad.full_tensor()[0].item()
-
-
-# ---------------------------------------------------------------------- what a gradient is made of
 
 
 class Branches(nn.Module):
@@ -128,7 +122,7 @@ def _partial(rank: int, world: int, tokens: bool, factor: float | None) -> tuple
         with minibatch(model, tokens=1 if tokens else None):
             for seed in range((2, 1, 0)[rank]):
                 model(batch(seed), second=rank == 1).square().sum().backward()
-        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(gradients_of(model))
         optimizer.step()
     stepped = {name for name, p in model.named_parameters() if optimizer.state[p]}
     return gradients, stepped, dict(full_parameters(model))
@@ -145,19 +139,12 @@ def test_partial_gradients() -> None:
             optimizer.zero_grad()
             for seed, second in ((0, False), (1, False), (0, True)):
                 (model(batch(seed), second).square().sum() / divisor).backward()
-            want.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            want.append(gradients_of(model))
             optimizer.step()
         for gradients, stepped, weights in of_ranks:
             assert stepped == {"both.weight", "both.bias", "second.weight", "second.bias"}
-            for got, expected in zip(gradients, want, strict=True):
-                assert got.keys() == expected.keys()
-                for name in expected:
-                    torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
-            for name, p in model.named_parameters():
-                torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------------- debug=True
+            wanted = want, dict(model.named_parameters())
+            torch.testing.assert_close((gradients, weights), wanted, rtol=1e-4, atol=1e-5)
 
 
 def _collectives(rank: int, world: int) -> dict[str, str]:
@@ -185,19 +172,14 @@ def _collectives(rank: int, world: int) -> dict[str, str]:
         "in backward": in_backward,
         "harmless": harmless,
     }
-    seen = {}
-    for name, action in actions.items():
-        try:
-            with minibatch(model):
-                action()
-            seen[name] = "nothing was raised"
-        except MinibatchFailed as error:
-            seen[name] = str(error)
+
+    def inside(action: Callable[[], object]) -> None:
+        with minibatch(model):
+            action()
+
+    seen = {name: caught(partial(inside, action)) for name, action in actions.items()}
     dist.all_reduce(one)  # outside it is nobody's business
     return seen
-
-
-# ---------------------------------------------------------------------- what a model leaves behind
 
 
 def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
@@ -222,38 +204,21 @@ def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
     return [*fds, mapped], len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
-# ---------------------------------------------------------------------- scalars
-
-
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
-
-
 def _own_squares(rank: int, world: int) -> tuple[float, float]:
     """This rank's part of the squared norm, and the whole norm by torch."""
-    model = fully_shard(_Scaled(), backend="cpu")
+    scaled = nn.Module()
+    scaled.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    scaled.forward = lambda x: x * scaled.scale
+    model = fully_shard(scaled, backend="cpu")
     with minibatch(model, tokens=1):
         model(torch.ones(3)).sum().backward()
-    return square_norm(own_gradients(model.parameters())), nn.utils.clip_grad_norm_(
-        model.parameters(), 1e9
-    ).full_tensor().item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return square_norm(own_gradients(model.parameters())), norm.full_tensor().item()
 
 
 def test_on_two_ranks() -> None:
     in_a_row, no_barrier, many, lock_wait, interrupted, collectives, squares = ranks.run_all(
-        2,
-        _in_a_row,
-        _no_barrier,
-        _many,
-        _lock_wait,
-        _interrupted_evaluation,
-        _collectives,
-        _own_squares,
+        2, _in_a_row, _no_barrier, _many, _lock_wait, _interrupted_evaluation, _collectives, _own_squares
     )
     for (before, after, mapped), hooks in in_a_row:
         assert after <= before
@@ -275,6 +240,7 @@ def test_on_two_ranks() -> None:
     for seen in collectives:
         assert seen.pop("harmless") == "nothing was raised"
         for name, text in seen.items():
+            assert text.startswith("MinibatchFailed: "), f"{name}: {text}"
             assert "inside a minibatch: ranks may run different numbers" in text, f"{name}: {text}"
         assert "collective allreduce_ " in seen["all_reduce"]
     assert sum(own for own, _ in squares) ** 0.5 == squares[0][1] == 6.0, "a scalar counts once in the norm"

@@ -180,14 +180,8 @@ def test_a_device_that_does_not_end_is_named() -> None:
 
 def _gathered(kind: str, rows: tuple[int, ...] = (3, 2)) -> tuple[GatheredParameters, list[torch.Tensor]]:
     """A parameter of rank 1, of which each owner has so many rows."""
-    spec = ParameterSpec(
-        names=("w",),
-        shape=(sum(rows), 3),
-        master_dtype="float32",
-        compute_dtype="float32",
-        reduce_dtype="float32",
-        unit="",
-    )
+    fp32 = {f"{kind}_dtype": "float32" for kind in ("master", "compute", "reduce")}
+    spec = ParameterSpec(names=("w",), shape=(sum(rows), 3), unit="", **fp32)
     shards = [torch.full((count, 3), owner + 1.0) for owner, count in enumerate(rows)]
     streams = DeviceStreams(SimulatedDevice(kind))
     return GatheredParameters([spec], [shards], rank=1, streams=streams), shards

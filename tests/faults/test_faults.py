@@ -14,16 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odc_triton import MinibatchFailed, begin_minibatch, end_minibatch, full_parameters, fully_shard, minibatch, use_odc
+from odc_triton import begin_minibatch, end_minibatch, full_parameters, fully_shard, minibatch, use_odc
 from odc_triton.base.errors import OdcError
 from odc_triton.comm import barrier
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import LEFT
 from tests.support import bridged, leftovers, ranks
 from tests.support.blocks import batch, build
-from tests.support.deadlines import LONG_S, SHORT_S
-
-# ---------------------------------------------------------------------- a microbatch raised
+from tests.support.deadlines import LONG_S, SHORT_S, until
+from tests.support.refusals import caught
 
 
 def _raise(text: str) -> None:
@@ -33,11 +32,7 @@ def _raise(text: str) -> None:
 WHERE = ("forward", "backward", "loss", "forward, caught", "backward, caught")
 
 
-def _failing(rank: int, world: int) -> list[tuple[str, int, dict[str, torch.Tensor]]]:
-    return [_failing_at(rank, where) for where in WHERE]
-
-
-def _failing_at(rank: int, where: str) -> tuple[str, int, dict[str, torch.Tensor]]:
+def _failing(rank: int, world: int, where: str) -> tuple[str, int, dict[str, torch.Tensor]]:
     model = fully_shard(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -58,15 +53,14 @@ def _failing_at(rank: int, where: str) -> tuple[str, int, dict[str, torch.Tensor
             if "forward" in where:
                 handle.remove()
 
-    text = "no error"
-    try:
+    def step() -> None:
         with minibatch(model, tokens=1):
             model(batch(10 + rank)).sum().backward()
             if rank == 1:
                 broken_microbatch()
             model(batch(20 + rank)).sum().backward()
-    except MinibatchFailed as error:
-        text = str(error)
+
+    text = caught(step)
     gradients = sum(p.grad is not None for p in model.parameters())
     optimizer.step()  # changes nothing, but must not hang or raise either
     before = {name: value.clone() for name, value in full_parameters(model)}
@@ -83,15 +77,14 @@ def test_microbatch_raised() -> None:
     for seed in range(2):
         want(batch(seed)).sum().backward()
     optimizer.step()
-    for of_rank in ranks.run(_failing, 2):
-        for where, (text, gradients, weights) in zip(WHERE, of_rank, strict=True):
-            assert "minibatch 0 failed" in text
+    for where, of_ranks in zip(WHERE, ranks.run_all(2, *((_failing, where) for where in WHERE)), strict=True):
+        for text, gradients, weights in of_ranks:
+            assert text.startswith("MinibatchFailed: minibatch 0 failed"), text
             assert ("a backward began and did not end" if where == "backward, caught" else "no luck") in text, where
             assert "rank 1: " in text
             assert "rank 0: " not in text
             assert gradients == 0, where
-            for name, value in want.named_parameters():
-                torch.testing.assert_close(weights[name], value.detach())
+            torch.testing.assert_close(weights, dict(want.named_parameters()))
 
 
 def _interrupted(rank: int, world: int) -> list[str]:
@@ -109,11 +102,7 @@ def _interrupted(rank: int, world: int) -> list[str]:
             dist.barrier()  # rank 0 only: if it began a microbatch after rank 1 had left, it would get no reason
     except (KeyboardInterrupt, RuntimeError) as error:
         seen.append(f"{type(error).__name__}: {error}")
-    try:
-        begin_minibatch(model)
-    except RuntimeError as error:
-        seen.append(f"{type(error).__name__}: {error}")
-    return seen
+    return [*seen, caught(lambda: begin_minibatch(model))]
 
 
 def test_interrupted() -> None:
@@ -123,9 +112,6 @@ def test_interrupted() -> None:
     assert first[1].startswith("RankLost")
     assert second[0].startswith("KeyboardInterrupt")
     assert "start again from the last checkpoint" in second[1]
-
-
-# ---------------------------------------------------------------------- a rank is late or stops
 
 
 def _guarded(action) -> tuple[str, list[int], str, float]:
@@ -207,9 +193,6 @@ def test_late_but_live() -> None:
     assert second[4] == []
 
 
-# ---------------------------------------------------------------------- a rank leaves or is killed
-
-
 def _leaving(rank: int, world: int, exits: bool) -> tuple:
     model = fully_shard(build(), timeout=LONG_S)
     if not exits:
@@ -261,8 +244,7 @@ def _struck(rank: int, world: int, number: int, victim: int, where: str, folder:
                 if strikes and where in ("forward", "lock"):
                     model.blocks[1].register_forward_hook(strike)
                 if where == "lock" and step == 1 and rank != victim:
-                    while heap.lock_holder(0, 0) is None:
-                        time.sleep(0.001)
+                    until(lambda: heap.lock_holder(0, 0) is not None, every_s=0.001)
                 output = model(batch(0))
                 if strikes and where == "backward":
                     output.register_hook(strike)
@@ -313,11 +295,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
 
 @pytest.mark.parametrize(
     ("call", "victim", "where"),
-    [
-        ("fully_shard", 1, "before"),
-        ("use_odc", 0, "at the first barrier"),
-        ("fully_shard", 2, "at the heap"),
-    ],
+    [("fully_shard", 1, "before"), ("use_odc", 0, "at the first barrier"), ("fully_shard", 2, "at the heap")],
 )
 def test_killed_at_the_start(call: str, victim: int, where: str) -> None:
     """Before ranks share memory, in which they see who is alive. A late rank may see that others ended too."""
@@ -364,10 +342,7 @@ def test_a_death_is_known_at_the_next_microbatch() -> None:
     assert done < MANY / 2
 
 
-@pytest.mark.parametrize(
-    ("where", "store_in_rank_0"),
-    [("backward", True), ("lock", False), ("step", True)],
-)
+@pytest.mark.parametrize(("where", "store_in_rank_0"), [("backward", True), ("lock", False), ("step", True)])
 def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
     """With the store in rank 0, rank 0 is the one that dies: naming it must not need the store."""
     victim = 0 if store_in_rank_0 else 1

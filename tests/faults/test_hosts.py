@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,15 +16,12 @@ import pytest
 
 from odc_triton import OdcError, fully_shard
 from tests.support import namespaces, ranks
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S, SHORT_S, until
 from tests.support.leftovers import environment, is_stopped
 from tests.support.models import build
 from tests.support.replicas import mesh_of
 
 ROOT = Path(__file__).parents[2]
-
-
-# ---------------------------------------------------------------------- processes on one host
 
 
 def _beside_a_stopped_store(rank: int, world: int) -> tuple[str, list[int]]:
@@ -37,8 +33,7 @@ def _beside_a_stopped_store(rank: int, world: int) -> tuple[str, list[int]]:
     def late(question: Callable[[], object]) -> object:
         if rank == 0:
             os.kill(pid, signal.SIGSTOP)
-        while not is_stopped(pid):
-            time.sleep(0.01)
+        until(lambda: is_stopped(pid))
         return question()
 
     barrier._ask = lambda question: ask(partial(late, question))
@@ -94,9 +89,6 @@ def test_a_script_ends_though_a_collective_does_not() -> None:
     assert started[0].returncode == 1, said
     assert "rank 0 has waited" in said
     assert "for rank 1 at 'the sum over replicas'" in said
-
-
-# ---------------------------------------------------------------------- network namespaces
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.api import engine_of
 from tests.support import leftovers, ranks, slow
 from tests.support.adapters import adapted, adapters, frozen, train
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S, SHORT_S, until
 from tests.support.models import microbatches
 
 LONG = 10**6  # steps: more than any test waits for
@@ -66,12 +66,12 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: Path) -> End
             if rank == group[0]:
                 save_pretrained(model, folder / f"adapter-{rank}")
             dist.barrier()
-            while "mate works" in where and rank == 1 and barrier.board.is_alive(0):
-                time.sleep(0.01)
+            if "mate works" in where and rank == 1:
+                until(lambda: not barrier.board.is_alive(0))
             for step in range(2 if where == "serving" else LONG):
                 _step(model, optimizer, step, moments)
-            while rank == victim and sum(each > barrier.passed for each in barrier._reached.seen()) < world - 1:
-                time.sleep(0.01)
+            if rank == victim:
+                until(lambda: sum(each > barrier.passed for each in barrier._reached.seen()) >= world - 1)
             moments("serving")
 
     return _end_of(work)

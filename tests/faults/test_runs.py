@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,11 +36,10 @@ from odc_triton.jobs.train.sft_run import SftRun
 from odc_triton.jobs.train.stop import StopSignal
 from tests.checkpoint.test_background import writers_held_back
 from tests.support import ranks
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import LONG_S, until
 from tests.support.leftovers import environment, interrupted
+from tests.support.refusals import caught
 from tests.support.sft_case import case, write_case
-
-# ---------------------------------------------------------------------- a microbatch raises, a number is not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +91,9 @@ def written_when_waited_for() -> Iterator[None]:
             yield
 
 
-def _poisoned(rank: int, world: int, folder: Path) -> dict[str, tuple[str, list[dict], bool]]:
-    """Of each run the error, the metrics, and whether the third step changed weights."""
-    return {name: _one_poisoned(rank, folder, name, each) for name, each in POISONED.items()}
-
-
-def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[str, list[dict], bool]:
-    seen: list[dict] = []
-    weights: list[torch.Tensor] = []
+def _poisoned(rank: int, world: int, folder: Path, name: str) -> tuple[str, list[dict], bool]:
+    """The error, the metrics, and whether the third step changed weights."""
+    given, seen, weights = POISONED[name], list[dict](), list[torch.Tensor]()
 
     def go_wrong(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         if given.poison == "out of memory":
@@ -136,12 +129,13 @@ def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[
 
 def test_steps_that_are_not_finite_and_a_microbatch_that_raises(tmp_path: Path) -> None:
     write_case(tmp_path)
-    for found in ranks.run(_poisoned, 2, tmp_path):
-        for name, (error, seen, changed) in found.items():
+    found = ranks.run_all(2, *((_poisoned, tmp_path, name) for name in POISONED))
+    for name, of_ranks in zip(POISONED, found, strict=True):
+        for error, seen, changed in of_ranks:
             assert re.match(POISONED[name].error, error, re.DOTALL), f"{name}: {error}"
             assert not changed or 2 not in POISONED[name].steps, name
             assert len(seen) == {"too many": 2, "out of memory": 2}.get(name, len(seen)), name
-        seen = found["one"][1]
+    for _, seen, _ in found[0]:
         assert math.isnan(seen[2]["loss"])
         assert all(math.isfinite(line["loss"]) for line in seen[:2] + seen[3:])
         assert [line["skipped"] for line in seen] == [0, 0, 1, 1, 1]
@@ -155,19 +149,12 @@ def test_steps_that_are_not_finite_and_a_microbatch_that_raises(tmp_path: Path) 
     assert "1 steps were skipped" in (tmp_path / "one" / "report.html").read_text()
 
 
-# ---------------------------------------------------------------------- one rank's own trouble
-
-
 def _losing_its_folder(rank: int, world: int, wanted: SftOptions) -> str:
     def on_metrics(metrics: dict) -> None:
         if metrics["step"] == 2:
             shutil.rmtree(wanted.out)
 
-    try:
-        train_sft(wanted, on_metrics)
-    except (OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return caught(lambda: train_sft(wanted, on_metrics))
 
 
 def test_the_folder_vanishes(tmp_path: Path) -> None:
@@ -177,9 +164,6 @@ def test_the_folder_vanishes(tmp_path: Path) -> None:
     assert "metrics.jsonl can't be written (No such file or directory)" in first
     assert second.startswith("RankLost: ")
     assert "rank 0 gave up (OSError: " in second
-
-
-# ---------------------------------------------------------------------- told to stop
 
 
 def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,25 +199,29 @@ def _command(wanted: SftOptions, *before: str) -> list[str]:
     return [sys.executable, *before, "--config", path]
 
 
+@contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(), **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
 def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
-    deadline_s = time.monotonic() + LONG_S
-    while len(read_metrics(out / "metrics.jsonl")) < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    until(lambda: process.poll() is not None or len(read_metrics(out / "metrics.jsonl")) >= steps)
+    assert process.poll() is None, process.communicate()
 
 
 def test_the_command_is_told_to_stop(tmp_path: Path) -> None:
     """SIGTERM goes to the launcher only."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
     command = _command(wanted, "-m", "odc_triton.tools.cli", "train", "sft", "--ranks", "2")
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    with _started(command) as process:
         _wait_for_steps(process, tmp_path / "out", 3)
         process.terminate()
         text, problems = process.communicate(timeout=LONG_S)
-    finally:
-        process.kill()
     assert process.returncode == 128 + signal.SIGTERM, problems
     step = len(read_metrics(tmp_path / "out" / "metrics.jsonl"))
     path = tmp_path / "out" / "checkpoints" / f"step-{step:08d}"
@@ -258,15 +246,12 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
     wanted = case(write_case(tmp_path), steps=30, samples_per_rank=2, checkpoint_every=2, resume="auto")
     run = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
     command = _command(wanted, *run, "-m", "odc_triton.train.sft")
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    with _started(command) as process:
         _wait_for_steps(process, tmp_path / "out", 5)
         children = psutil.Process(process.pid).children(recursive=True)
         (victim,) = [each for each in children if each.environ().get("RANK") == "1"]
         os.kill(victim.pid, signal.SIGKILL)
         text, problems = process.communicate(timeout=LONG_S)
-    finally:
-        process.kill()
     assert process.returncode == 0, problems
     assert "rank 0: rank 0 was waiting for" in problems
     assert "rank 1 died" in problems

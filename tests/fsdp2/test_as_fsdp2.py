@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from odc_triton import minibatch, use_odc
 from tests.support import ranks
+from tests.support.gradients import gradients_of
 
 
 class _Part(nn.Module):
@@ -236,8 +237,7 @@ def _different_parts(rank: int) -> dict[str, torch.Tensor | None]:
     with minibatch(use_odc(model), tokens=1):
         for x, run in _microbatches(rank):
             model(x, run).square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: None if each is None else each.full_tensor() for name, each in gradients.items()}
+    return gradients_of(model)
 
 
 def _all(rank: int, world: int) -> tuple[dict[str, tuple[dict, dict]], dict]:
@@ -254,16 +254,9 @@ def test_as_fsdp2() -> None:
     assert plain.parts[2].linear.weight.grad is None is plain.parts[0].spare.grad
     for cases, gradients in ran:
         for name, (wanted, got) in cases.items():
-            assert wanted.keys() == got.keys(), name
-            for key, value in wanted.items():
-                if isinstance(value, torch.Tensor):
-                    assert isinstance(got[key], torch.Tensor), f"{name}: {key}"
-                    assert torch.equal(got[key], value), f"{name}: {key}"
-                else:
-                    assert value == got[key], f"{name}: {key}"
-        for name, parameter in plain.named_parameters():  # ranks may use different units
-            # 1e-6: sums of three terms in another order.
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        # Ranks may use different units. 1e-6: sums of three terms in another order.
+        torch.testing.assert_close(gradients, gradients_of(plain), rtol=1e-6, atol=1e-6)
     # What it is compared with: FSDP2 leaves None where nothing was used, and calls the hooks.
     wanted = ran[0][0]["units and parameters that are not used"][0]
     unused = {key for key, value in wanted.items() if value is None}

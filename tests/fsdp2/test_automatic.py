@@ -10,7 +10,7 @@ import functools
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,48 +70,39 @@ def program(
     return register
 
 
-def _step(loop: Loop, losses: Iterator[Any]) -> None:
+def _step(loop: Loop, losses: Iterable[Any], *, clips: bool = False, zeroes: bool = True) -> None:
     for loss in losses:
         loss.backward()
+    if clips:
+        loop.clip()
     loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    if zeroes:
+        loop.optimizer.zero_grad()
 
 
 @program()
 def _clipped(loop: Loop, step: int, mine: Mine) -> None:
-    for loss in mine():
-        loss.backward()
-    loop.clip()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    _step(loop, mine(), clips=True)
 
 
 @program()
 def _zeroed_first(loop: Loop, step: int, mine: Mine) -> None:
     loop.optimizer.zero_grad()
-    for loss in mine():
-        loss.backward()
-    loop.clip()
-    loop.optimizer.step()
+    _step(loop, mine(), clips=True, zeroes=False)
 
 
 @program(deals=EVEN)
 def _zeroed_between_forward_and_backward(loop: Loop, step: int, mine: Mine) -> None:
     losses = list(mine())
     loop.optimizer.zero_grad()
-    for loss in losses:
-        loss.backward()
-    loop.optimizer.step()
+    _step(loop, losses, zeroes=False)
 
 
 @program(name="branches", momentum=0.9, weight_decay=0.1)
 def _zeroed_in_place(loop: Loop, step: int, mine: Mine) -> None:
     """So parameters that no microbatch uses have zeros, by which momenta go on."""
     loop.optimizer.zero_grad(set_to_none=False)
-    for loss in mine():
-        loss.backward()
-    loop.clip()
-    loop.optimizer.step()
+    _step(loop, mine(), clips=True, zeroes=False)
 
 
 @program(name="branches", momentum=0.9, weight_decay=0.1)
@@ -129,9 +120,7 @@ def _without_sync(loop: Loop, step: int, mine: Mine) -> None:
 @program()
 def _never_zeroed(loop: Loop, step: int, mine: Mine) -> None:
     """Gradients of earlier steps are added to."""
-    for loss in mine():
-        loss.backward()
-    loop.optimizer.step()
+    _step(loop, mine(), zeroes=False)
 
 
 @program(deals=EVEN)
@@ -248,9 +237,7 @@ def _eager(loop: Loop, step: int, mine: Mine) -> None:
     for loss in mine():
         loss.backward()
         assert not any("Waiting" in type(each.grad).__name__ for each in loop.model.parameters())
-    loop.clip()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    _step(loop, (), clips=True)
 
 
 @program(automatic="eager", deals=([[0, 1, 2], [3]], [[0], [1, 2]], [[3], [0]]))
@@ -261,9 +248,7 @@ def _eager_without_sync_but_in_the_last(loop: Loop, step: int, mine: Mine) -> No
         if isinstance(loop.model, FSDPModule):
             loop.model.set_requires_gradient_sync(number == len(losses) - 1)
         loss.backward()
-    loop.clip()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    _step(loop, (), clips=True)
 
 
 @program(deals=([[0], [1]], [[2], [3]], [[1], [0]]))
@@ -293,9 +278,7 @@ def _state_dicts_inside(loop: Loop, step: int, mine: Mine) -> None:
     for loss in losses:
         loss.backward()
     loop.model.load_state_dict(saved)
-    loop.clip()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    _step(loop, (), clips=True)
     pickle.dumps({name: whole(value) for name, value in loop.model.state_dict().items()})
 
 
@@ -322,20 +305,13 @@ def _moved(loop: Loop, step: int, mine: Mine) -> None:
         loss.backward()
     if step == 3:  # every rank has a microbatch
         loop.model.to("cpu")
-    loop.clip()
-    loop.optimizer.step()
+    _step(loop, (), clips=True, zeroes=False)
 
 
 @program(deals=EVEN)
 def _stepped_twice(loop: Loop, step: int, mine: Mine) -> None:
-    for loss in mine():
-        loss.backward()
-    loop.optimizer.step()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
-# ---------------------------------------------------------------------- both sides
+    _step(loop, mine(), zeroes=False)
+    _step(loop, ())
 
 
 def _trained(loop: Loop, run: Callable, deals: tuple, rank: int | None) -> dict[str, torch.Tensor]:
@@ -383,5 +359,4 @@ def test_a_loop_does_what_it_does_in_one_process(each: str, trained: dict[str, A
     wanted = _trained(Loop(model, optimizer, 1.0, name, is_plain=True), run, deals, None)
     start = dict(made(name, "").named_parameters())
     assert any(not torch.equal(wanted[key], start[key]) for key in wanted)
-    for key, value in wanted.items():
-        torch.testing.assert_close(trained[each][key], value, rtol=1e-5, atol=1e-6, msg=f"{key}: {{}}".format)
+    torch.testing.assert_close(trained[each], wanted, rtol=1e-5, atol=1e-6)

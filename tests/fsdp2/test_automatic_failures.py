@@ -17,22 +17,16 @@ from torch.optim import Optimizer
 
 from odc_triton import begin_minibatch, end_minibatch, use_odc
 from tests.support import ranks
-from tests.support.bridged import batches_of, count_of, loss_of, made, optimizer_of, sharded, under_odc
+from tests.support.bridged import batches_of, count_of, exploding, loss_of, made, optimizer_of, sharded, under_odc
 from tests.support.deadlines import LONG_S
+from tests.support.gradients import gradients_of
+from tests.support.refusals import caught
 
 NAME = "both branches"
 
 
 def _loss(model: nn.Module, batch: int = 0) -> torch.Tensor:
     return loss_of(NAME, model, batches_of(NAME, 0, 4)[batch])
-
-
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def _one_rank_reads_a_gradient(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
@@ -110,7 +104,7 @@ def _zeroed_by_hand_after_a_backward(model: nn.Module, optimizer: Optimizer, ran
 
 
 _MISUSES: dict[Callable, tuple[str, ...]] = {
-    _one_rank_reads_a_gradient: ("rank 0: a gradient was used, ", "failures.py:41", "rank 1: an optimizer stepped, "),
+    _one_rank_reads_a_gradient: ("rank 0: a gradient was used, ", "failures.py:35", "rank 1: an optimizer stepped, "),
     _one_rank_zeroes: ("rank 0: gradients were zeroed before a step, ", "rank 1: an optimizer stepped, "),
     _one_rank_loads: ("rank 0: a state_dict was loaded, ", "rank 1: an optimizer stepped, "),
     _the_closure_runs_twice: ("Twice.step(closure) calls its closure more than once",),
@@ -129,7 +123,7 @@ _MISUSES: dict[Callable, tuple[str, ...]] = {
 def _misused(rank: int, world: int, name: str) -> str:
     model = under_odc(automatic=True, timeout=LONG_S)
     misuse = next(each for each in _MISUSES if each.__name__ == name)
-    return _said(lambda: misuse(model, optimizer_of(model, "sgd"), rank))
+    return caught(lambda: misuse(model, optimizer_of(model, "sgd"), rank))
 
 
 @pytest.mark.parametrize("misuse", _MISUSES, ids=lambda each: each.__name__.strip("_"))
@@ -142,25 +136,17 @@ def _recovers(rank: int, world: int) -> list[str]:
     """A forward and a backward raise on rank 1, which goes on; the next step is right."""
     model, said = under_odc(automatic=True, timeout=LONG_S), []
     optimizer = optimizer_of(model, "sgd")
-
-    def explode(*_: Any) -> None:
-        raise ValueError("exploded")
-
-    for register in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_pre_hook):
-        hook = register(model.blocks[0], explode)
-        if rank != 1:
-            hook.remove()
-        raised = _said(lambda: _loss(model, rank).backward())
+    for _ in exploding(model, rank == 1):
+        raised = caught(lambda: _loss(model, rank).backward())
         assert raised == ("ValueError: exploded" if rank == 1 else "nothing was raised")
-        hook.remove()
-        said.append(_said(optimizer.step))
+        said.append(caught(optimizer.step))
     total = sum(count_of(NAME, each) for each in batches_of(NAME, 0, 2))
     (_loss(model, rank) * world / total).backward()
     plain = made(NAME, "")
     for batch in range(2):
         (_loss(plain, batch) / total).backward()
-    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6)
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, gradients_of(plain), rtol=1e-5, atol=1e-6)
     return said
 
 
@@ -192,7 +178,7 @@ def _gathers(rank: int, world: int) -> str:
         loss = _loss(model, rank)
         dist.all_reduce(loss.detach().clone())
         loss.backward()
-    return _said(optimizer_of(model, "sgd").step)
+    return caught(optimizer_of(model, "sgd").step)
 
 
 def test_a_collective_in_some_ranks_microbatches_is_named_within_the_deadline() -> None:

@@ -78,6 +78,17 @@ def _norm(model: nn.Module) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
+def _norms(model: nn.Module, optimizer: Any, is_plain: bool, batches: Callable, forward: Callable) -> list[Any]:
+    seen = []
+    for step in range(3):
+        for x in batches(step):
+            _learn(forward(x), is_plain)
+        seen.append(_norm(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
 def _tied(is_plain: bool, batches: Callable, when: str) -> list[Any]:
     model, _ = _made(_Tied, is_plain)
     model.tie()
@@ -89,26 +100,12 @@ def _tied(is_plain: bool, batches: Callable, when: str) -> list[Any]:
         fully_shard(model)
         model.tie()
         use_odc(model, automatic=True, timeout=LONG_S)
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(3):
-        for x in batches(step):
-            _learn(model(x).square(), is_plain)
-        seen.append(_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+    return _norms(model, torch.optim.SGD(model.parameters(), lr=0.1), is_plain, batches, lambda x: model(x).square())
 
 
 def _by_a_forward_method(is_plain: bool, batches: Callable) -> list[Any]:
     model, optimizer = _made(_Scored, is_plain)
-    seen = []
-    for step in range(3):
-        for x in batches(step):
-            _learn(model.score(x), is_plain)
-        seen.append(_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+    return _norms(model, optimizer, is_plain, batches, model.score)
 
 
 def _recomputed_by_reentrant_backwards(is_plain: bool, batches: Callable) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from odc_triton import minibatch, use_odc
 from odc_triton.comm.layout import find_units
 from tests.support import ranks, slow
-from tests.support.splitting import gradients
+from tests.support.gradients import gradients_of
 from tests.support.vision import FAMILIES, alone
 
 IMAGES = (2, 0)  # of each rank's sample
@@ -23,17 +23,13 @@ def loss_of(model: nn.Module, family: str, rank: int) -> torch.Tensor:
     return F.cross_entropy(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:], reduction="sum")
 
 
-def _bridged(model: nn.Module, backend: str = "auto") -> nn.Module:
+def _trained(rank: int, world: int, family: str) -> dict[str, torch.Tensor]:
+    model = FAMILIES[family].model(dtype=torch.float64)
     for name in find_units(model):
         torch_fully_shard(model.get_submodule(name))
-    return use_odc(torch_fully_shard(model), backend=backend)
-
-
-def _trained(rank: int, world: int, family: str) -> dict[str, torch.Tensor]:
-    model = _bridged(FAMILIES[family].model(dtype=torch.float64))
-    with minibatch(model, tokens=1):
+    with minibatch(use_odc(torch_fully_shard(model)), tokens=1):
         loss_of(model, family, rank).backward()
-    return gradients(model)
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", slow("gemma3")])
@@ -41,11 +37,4 @@ def test_gradients_are_those_of_one_process(family: str) -> None:
     model = FAMILIES[family].model(dtype=torch.float64)
     for rank in range(2):
         loss_of(model, family, rank).backward()
-    _compare(ranks.run(_trained, 2, family), gradients(model))
-
-
-def _compare(of_ranks: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> None:
-    for found in of_ranks:
-        assert found.keys() == wanted.keys()
-        for name, each in wanted.items():
-            assert torch.allclose(found[name], each, rtol=0, atol=1e-10), name
+    torch.testing.assert_close(ranks.run(_trained, 2, family), [gradients_of(model)] * 2, rtol=0, atol=1e-10)

@@ -173,14 +173,8 @@ MISUSED = [
         "head.weight was frozen after use_odc: choose what trains before it",
     ),
     *[
-        (
-            partial(_written_inside, write),
-            "RuntimeError: head.weight was edited since it was published, and",
-        )
-        for write in (
-            lambda weight: weight.mul_(0.5),
-            lambda weight: weight.to_local().mul_(0.5),
-        )
+        (partial(_written_inside, write), "RuntimeError: head.weight was edited since it was published, and")
+        for write in (lambda weight: weight.mul_(0.5), lambda weight: weight.to_local().mul_(0.5))
     ],
     (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
     (_steps_on_one, "RanksDiffer: "),

@@ -16,22 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton import (
-    PolicyUnavailable,
-    full_parameters,
-    fully_shard,
-    minibatch,
-    offer_policy,
-    publish,
-    read_policy,
-)
+from odc_triton import PolicyUnavailable, full_parameters, fully_shard, minibatch, offer_policy, publish, read_policy
 from odc_triton.checkpoint import load_pretrained_shards
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.publication import Publication
 from odc_triton.policy.offer import PolicyOffer, _OfferServer
 from odc_triton.policy.reader import PolicyReader
 from tests.support import ranks, slow
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import LONG_S, until
 from tests.support.families import causal_lm, with_lora
 from tests.support.models import build
 
@@ -47,9 +39,6 @@ class _Plain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum(layer(x).sum() for layer in self.layers) * self.scale
-
-
-# ---------------------------------------------------------------------- names and values
 
 
 def _sharded(kind: str, backend: str) -> nn.Module:
@@ -87,9 +76,7 @@ def _reads(rank: int, world: int, kind: str, backend: str) -> None:
         wanted = dict(full_parameters(model) if kind == "plain" else PretrainedTensors(model))
         found = dict(reader)
         assert list(found) == list(wanted)
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), name
-            assert found[name].dtype is value.dtype
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         assert reader.version == model._odc_engine.publication.number
         _reads_adapter(reader, model, kind)
         model._odc_engine.exchange("read", {})
@@ -147,16 +134,12 @@ def _reads_before_its_step(rank: int, world: int) -> None:
         assert [*dict(reader)] == [*dict(full_parameters(model))]
         thread.join()
     engine.exchange("both have", {})
-    for name, value in full_parameters(model):
-        assert torch.equal(dict(reader)[name], value)
+    torch.testing.assert_close(dict(reader), dict(full_parameters(model)), rtol=0, atol=0)
     engine.exchange("read", {})
 
 
 def test_a_rank_does_not_wait_for_itself() -> None:
     ranks.run(_reads_before_its_step, 2)
-
-
-# ---------------------------------------------------------------------- one version
 
 
 class _Policy:
@@ -271,11 +254,8 @@ def test_loading_is_announced_before_it_writes(tmp_path: Path, monkeypatch: pyte
             patch.setattr(Publication, "announce", look)
             load(model)
         after = dict(full_parameters(model))
-        assert all(torch.equal(seen[0][name], value) for name, value in before.items())
+        torch.testing.assert_close(seen[0], before, rtol=0, atol=0)
         assert not any(torch.equal(after[name], value) for name, value in before.items() if value.dim() > 1)
-
-
-# ---------------------------------------------------------------------- who can't read
 
 
 def test_addresses_that_offer_nothing(policy: _Policy) -> None:
@@ -356,9 +336,6 @@ def test_what_can_not_be_offered() -> None:
         offer_policy(model)
 
 
-# ---------------------------------------------------------------------- deaths
-
-
 def _pins(address: str, ready: Any) -> None:
     """Holds the next publication back, until the process is killed or dropped."""
     reader = read_policy(address)
@@ -381,10 +358,7 @@ def test_a_reader_that_died_or_stopped_holds_nothing_back(number: signal.Signals
     start_s = time.monotonic()
     policy.step()
     assert time.monotonic() - start_s < LONG_S / 2
-    deadline_s = time.monotonic() + LONG_S
-    while policy.model._odc_engine.publication.pinned.seen() != [0] and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert policy.model._odc_engine.publication.pinned.seen() == [0]
+    until(lambda: policy.model._odc_engine.publication.pinned.seen() == [0])
     process.kill()
     process.join()
     policy.offer.close()
@@ -407,9 +381,6 @@ def test_a_job_that_died_is_named_at_once() -> None:
     with pytest.raises(PolicyUnavailable, match="it ended"):
         reader.read(_values)
     process.join()
-
-
-# ---------------------------------------------------------------------- adapters
 
 
 def _changes_adapters(rank: int, world: int) -> None:
@@ -474,9 +445,7 @@ def _reads_without_base(rank: int, world: int) -> None:
     offer = offer_policy(model)
     reader = read_policy(offer.address)
     wanted = {name.replace(".default", ""): value for name, value in full_parameters(model) if "lora_" in name}
-    found = reader.adapter()[1]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    torch.testing.assert_close(reader.adapter()[1], wanted, rtol=0, atol=0)
     with pytest.raises(PolicyUnavailable, match=r"only its adapter can be read: reader\.adapter"):
         dict(reader)
     model._odc_engine.exchange("read", {})

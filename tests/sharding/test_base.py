@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.whole import whole
 from odc_triton import (
     MinibatchFailed,
     enable_split,
@@ -43,6 +42,7 @@ from odc_triton.plan.plan import Plan
 from tests.support import ranks, slow, splitting
 from tests.support.adapters import adapted, adapters, frozen, train
 from tests.support.families import causal_lm, with_lora
+from tests.support.gradients import gradients_of
 from tests.support.models import build, microbatches
 from tests.support.parity import packed
 from tests.support.refusals import caught
@@ -136,7 +136,7 @@ def _refused(rank: int, world: int) -> list[tuple[str, str]]:
     found = [(caught(action), pattern) for action, pattern in table]
     dist.barrier()
     plain = dict(build("qwen2").named_parameters())
-    assert all(torch.equal(value, plain[name]) for name, value in full_parameters(base))
+    torch.testing.assert_close(dict(full_parameters(base)), plain, rtol=0, atol=0)
     return found
 
 
@@ -144,9 +144,6 @@ def _refused(rank: int, world: int) -> list[tuple[str, str]]:
 def test_refusals() -> None:
     for found in ranks.run(_refused, 2):
         assert [each for each in found if not re.search(*reversed(each))] == []
-
-
-# ---------------------------------------------------------------------- what is saved
 
 
 def _saved(rank: int, world: int, dtype: torch.dtype, groups: list[list[int]], folder: Path) -> list[bool]:
@@ -205,13 +202,6 @@ def test_files_are_those_without_a_base(dtype: torch.dtype, groups: list[list[in
         assert [name for name in own if own[name] != other[name]] == []
 
 
-# ---------------------------------------------------------------------- with other features
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: whole(each.grad).clone() for key, each in adapters(model).items()}
-
-
 def _split(rank: int, world: int) -> float:
     """A sequence over the two ranks of a group."""
     group, setup = [rank // 2 * 2, rank // 2 * 2 + 1], splitting.Setup()
@@ -224,7 +214,7 @@ def _split(rank: int, world: int) -> float:
         packs = pack_collate([[each] for each in splitting.samples(setup)])
         for pack in packs:
             (summed_loss(plain, pack) / count_target_tokens(packs)).backward()
-        return splitting.distance(got, _gradients(plain))
+        return splitting.distance(got, gradients_of(plain))
 
 
 def _experts(rank: int, world: int) -> float:
@@ -244,7 +234,7 @@ def _experts(rank: int, world: int) -> float:
         with minibatch(model, tokens=1):
             for each in (model, plain) * 2:
                 each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return splitting.distance(_gradients(model), _gradients(plain))
+        return splitting.distance(gradients_of(model), gradients_of(plain))
 
 
 def _dropped(rank: int, world: int) -> float:
@@ -264,7 +254,7 @@ def _dropped(rank: int, world: int) -> float:
             with minibatch(model, tokens=1):
                 for each in (model, plain):
                     each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            distances.append(splitting.distance(_gradients(model), _gradients(plain)))
+            distances.append(splitting.distance(gradients_of(model), gradients_of(plain)))
         return max(distances)
 
 

@@ -33,18 +33,10 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")}
 
 
-def compute_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(full_parameters(model))
-
-
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        found = got[name].view_as(value)  # a scalar is sharded as a tensor of one element
-        torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
-
-
-# ------------------------------------------------------------------ rank 0's values
+    # A scalar is sharded as a tensor of one element.
+    got = {name: value.view_as(want[name]) for name, value in got.items()}
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) -> tuple:
@@ -55,7 +47,7 @@ def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) ->
         model = build(name, seed=rank)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
     buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    return masters(model), compute_values(model), buffers
+    return masters(model), dict(full_parameters(model)), buffers
 
 
 def test_rank_0_counts() -> None:
@@ -87,9 +79,6 @@ def _left_open(rank: int, world: int) -> tuple[int, int]:
 def test_memory_in_between_is_freed() -> None:
     """What stays is the heap's mapping, its descriptor within mmap, its locks, and rank 0's read-only descriptor."""
     assert ranks.run(_left_open, 2) == [(1, 3), (1, 2)]
-
-
-# ------------------------------------------------------------------ on the meta device everywhere
 
 
 class Assigning(nn.Linear):
@@ -293,8 +282,6 @@ def test_a_rank_that_dies_is_named(shape: tuple[int, ...]) -> None:
             assert "rank 0 died" in outcome.error
         assert time.monotonic() - start_s < LONG_S / 2  # found dead, not late
 
-
-# ------------------------------------------------------------------ memory
 
 BLOCKS, WIDTH = 8, 1800  # 8 blocks of 13 MB: 104 MB
 TOTAL_MB = BLOCKS * WIDTH * WIDTH * 4 / 2**20

@@ -19,25 +19,16 @@ from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught, compare, net
 
-# ---------------------------------------------------------------------- what is given to fully_shard
-
 
 def _options(rank: int, world: int) -> None:
-    def quantised(dtype: torch.dtype) -> nn.Module:
+    def of(value: torch.Tensor) -> nn.Module:
         model = net()
-        model[0].weight = nn.Parameter(torch.zeros(6, 4, dtype=dtype), requires_grad=False)
+        model[0].weight = nn.Parameter(value, requires_grad=value.is_floating_point())
         return model
 
     def tensor_parallel() -> nn.Module:
-        model = net()
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, mesh, [Replicate()]))
-        return model
-
-    def of_tensors() -> nn.Module:
-        model = net()
-        model[0].weight = nn.Parameter(TwoTensor(model[0].weight.data, model[0].weight.data.clone()))
-        return model
+        return of(distribute_tensor(torch.zeros(6, 4), mesh, [Replicate()]))
 
     def hooked() -> nn.Module:
         model = net()
@@ -46,14 +37,6 @@ def _options(rank: int, world: int) -> None:
 
     def mesh_of(*names: str) -> object:
         return init_device_mesh("cpu", (world, 1)[: len(names)], mesh_dim_names=names)
-
-    def twice() -> None:
-        model = fully_shard(net())
-        fully_shard(model)
-
-    def below_a_root() -> None:
-        model = fully_shard(net())
-        fully_shard(model[0])
 
     def in_two_models() -> None:
         first = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
@@ -66,12 +49,15 @@ def _options(rank: int, world: int) -> None:
         (lambda: fully_shard([net(), "net"]), "TypeError: .*the list holds a str"),
         (lambda: fully_shard("model"), "TypeError.*str"),
         (lambda: fully_shard(nn.ModuleList([net()])), "ValueError: .*containers .*: call it on the parent"),
-        (twice, "ValueError.*sharded already"),
-        (below_a_root, "ValueError: weight is a DTensor.*plain model"),
+        (lambda: fully_shard(fully_shard(net())), "ValueError.*sharded already"),
+        (lambda: fully_shard(fully_shard(net())[0]), "ValueError: weight is a DTensor.*plain model"),
         (in_two_models, "ValueError: 0 belongs to another sharded model.*one engine only"),
-        (lambda: fully_shard(quantised(torch.uint8)), r"ValueError: 0\.weight is .*uint8.*ignored_params"),
+        (lambda: fully_shard(of(torch.zeros(6, 4).byte())), r"ValueError: 0\.weight is .*uint8.*ignored_params"),
         (lambda: fully_shard(tensor_parallel()), "ValueError: 0.weight is a DTensor.*plain model"),
-        (lambda: fully_shard(of_tensors()), r"ValueError: 0\.weight is a TwoTensor, a tensor subclass.*ignored_params"),
+        (
+            lambda: fully_shard(of(TwoTensor(torch.zeros(6, 4), torch.zeros(6, 4)))),
+            r"ValueError: 0\.weight is a TwoTensor, a tensor subclass.*ignored_params",
+        ),
         (lambda: fully_shard(nn.Sequential(nn.LazyLinear(3))), "ValueError.*lazy parameter.*run one forward"),
         (lambda: fully_shard(hooked()), "ValueError: 0.weight has gradient hooks.*after the minibatch"),
         (lambda: fully_shard(net(), mesh=mesh_of("dp", "tp")), r"NotImplementedError.*2 dimensions.*mesh\['dp'\]"),
@@ -99,9 +85,6 @@ def _options(rank: int, world: int) -> None:
 
 def test_options() -> None:
     ranks.run(_options, 1)
-
-
-# ---------------------------------------------------------------------- what differs between ranks
 
 
 def _different(rank: int, world: int) -> None:
@@ -146,37 +129,26 @@ def _different(rank: int, world: int) -> None:
             model._odc_engine.barrier.exchange("something else", {})
         end_minibatch(model)
 
-    def different_betas() -> None:
+    def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int = 1) -> None:
         model = fully_shard(net())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9 if other else 0.99))
+        optimizer = make(model)
         for _ in range(2):
             with minibatch(model):
                 model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            for _ in range(steps):
+                optimizer.step()
 
-    def different_groups() -> None:
-        model = fully_shard(net())
-        every = [*model.parameters()]
-        groups = [{"params": every}] if other else [{"params": every[:1]}, {"params": every[1:]}]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        for _ in range(2):
-            with minibatch(model):
-                model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+    def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        return torch.optim.SGD([{"params": [first, *rest * other]}, *[{"params": rest}] * (not other)], lr=0.1)
+
+    def with_betas(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9 if other else 0.99))
 
     def different_factors() -> None:
         model = fully_shard(net())
         model.set_gradient_divide_factor(2.0 + rank)
         begin_minibatch(model)
-
-    def step_times(mine: int) -> None:
-        model = fully_shard(net())
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            with minibatch(model):
-                model(torch.ones(2, 4)).sum().backward()
-            for _ in range(mine):
-                optimizer.step()
 
     def frozen_on_one() -> None:
         model = fully_shard(net())
@@ -185,12 +157,18 @@ def _different(rank: int, world: int) -> None:
 
     cases: list[tuple[Callable[[], object], str]] = [
         (
-            different_groups,
+            lambda: with_optimizer(in_groups),
             r"RanksDiffer: the optimizer has 2 parameter groups on ranks \[0, 2\]; 1 parameter groups on",
         ),
         (different_factors, r"RanksDiffer: by rank, the gradient divide factors are \[2.0, 3.0, 4.0\]: set the same"),
-        (different_betas, r"RanksDiffer: .* betas .* 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]"),
-        (lambda: step_times(0 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 0 times on"),
+        (
+            lambda: with_optimizer(with_betas),
+            r"RanksDiffer: .* betas .* 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
+        ),
+        (
+            lambda: with_optimizer(lambda model: torch.optim.AdamW(model.parameters()), steps=not other),
+            r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 0 times on",
+        ),
         (frozen_on_one, r"RanksDiffer: 2\.bias is frozen on ranks \[1\] only.*on all ranks"),
         (lambda: fully_shard(net(7 if other else 6)), r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*\[[67], 4\]"),
         (
@@ -218,9 +196,6 @@ def _different(rank: int, world: int) -> None:
 
 def test_ranks_differ() -> None:
     ranks.run(_different, 3)
-
-
-# ---------------------------------------------------------------------- silent mistakes
 
 
 def _silent(rank: int, world: int) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from bench.whole import whole
 from odc_triton import full_parameters, minibatch, replace_layers, use_odc
@@ -55,15 +57,7 @@ BRIDGED = CASES | {
 }
 
 
-def _root(model: nn.Module, **options: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model, **options)
-
-
 def _blocks(model: nn.Module, **options: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     for block in model.blocks if isinstance(model, Branches) else whole.model.layers:
         fully_shard(block, **options)
@@ -72,8 +66,6 @@ def _blocks(model: nn.Module, **options: Any) -> None:
 
 def _titan(model: nn.Module, **options: Any) -> None:
     """torchtitan's and accelerate's units: the embedding apart, the last norm together with the head."""
-    from torch.distributed.fsdp import fully_shard
-
     fully_shard(model.model.embed_tokens, **options)
     for block in model.model.layers:
         fully_shard(block, **options)
@@ -83,7 +75,6 @@ def _titan(model: nn.Module, **options: Any) -> None:
 
 def _columns(model: nn.Module, **options: Any) -> None:
     """Matrices whose columns can be split evenly are split so."""
-    from torch.distributed.tensor import Shard
 
     def place(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
@@ -91,7 +82,7 @@ def _columns(model: nn.Module, **options: Any) -> None:
     _blocks(model, shard_placement_fn=place, **options)
 
 
-LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "root": _root, "columns": _columns}
+LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "root": fully_shard, "columns": _columns}
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -161,7 +152,6 @@ def bridged(
     one more on each higher rank.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule
 
     model = made(name, transform).to(device)
     mesh = init_device_mesh(device, (world,))
@@ -208,6 +198,20 @@ def sharded(**options: Any) -> nn.Module:
 def under_odc(**options: Any) -> nn.Module:
     """The same under `use_odc`."""
     return use_odc(sharded(), **options)
+
+
+def exploding(model: nn.Module, here: bool) -> Iterator[None]:
+    """Its first block raises in the forward, and then in the backward, if `here`."""
+
+    def explode(*_: Any) -> None:
+        raise ValueError("exploded")
+
+    for register in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_pre_hook):
+        hook = register(model.blocks[0], explode)
+        if not here:
+            hook.remove()
+        yield
+        hook.remove()
 
 
 def train(model: nn.Module, batches: list[tuple], name: str = "both branches") -> None:

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from bench.whole import whole as whole_tensor
 from odc_triton import enable_split, fully_shard, minibatch, replace_layers, use_odc
 from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
 from odc_triton.checkpoint.folder import Saving
@@ -32,6 +33,7 @@ from odc_triton.optim import Muon
 from odc_triton.recurrent.layers import recurrent_layers
 from tests.support.deadlines import LONG_S
 from tests.support.hybrids import CONFIGS
+from tests.support.replicas import mesh_of
 from tests.support.sft_case import case, write_case
 from tests.support.table_composes import CAP, FEATURES, Pair
 from tests.support.tokenized import tokenize_file
@@ -80,13 +82,8 @@ def model_of(folder: Path, features: tuple[str, ...]) -> Path:
 
 
 def options_of(folder: Path, features: tuple[str, ...], *, world: int, out: Path) -> SftOptions:
-    wanted = {
-        "init": None,
-        "model": str(model_of(folder, features)),
-        "out": str(out),
-        "truncate": False,
-        "token_cap": CAP,
-    }
+    wanted = {"init": None, "model": str(model_of(folder, features)), "out": str(out)}
+    wanted |= {"truncate": False, "token_cap": CAP}
     wanted |= {"steps": STEPS, "samples_per_rank": PER_STEP // world, "warmup_steps": 0, "schedule": "constant"}
     for feature in features:
         wanted |= FEATURES[feature].options
@@ -99,19 +96,11 @@ def samples_of(folder: Path) -> TokenizedDataset:
 
 
 def whole(model: nn.Module) -> Weights:
-    return {name: whole_tensor(parameter).clone() for name, parameter in model.named_parameters()}
-
-
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {name: whole_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).model.layers
-
-
-# ------------------------------------------------------------------ what shows that a feature is at work
 
 
 def _noting(found: Trained, feature: str, function: Callable) -> Callable:
@@ -189,9 +178,6 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
     found.seen |= {name for name, is_on in marks.items() if is_on}
 
 
-# ------------------------------------------------------------------ by the job
-
-
 def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
     """A run of `train sft`. Only compiling is no option of it."""
     found, runs, went_on = Trained(), [], threading.Event()
@@ -227,9 +213,6 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
     return found
 
 
-# ------------------------------------------------------------------ by a loop, on a model of torch's own fully_shard
-
-
 def _by_bridge(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
     """The same steps under `use_odc`."""
     found, options, data = Trained(), options_of(folder, features, world=world, out=out), samples_of(folder)
@@ -250,7 +233,6 @@ def _by_bridge(rank: int, world: int, folder: Path, features: tuple[str, ...], o
 
 
 def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: Path) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from tests.support.composed_plain import plain_model
@@ -262,8 +244,7 @@ def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: 
     if options.replace_layers:
         replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
     world = torch.distributed.get_world_size()
-    shape, names = ((2, world // 2), ("replicate", "shard")) if options.replicas else ((world,), ("shard",))
-    how = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    how: dict[str, Any] = {"mesh": mesh_of((2, world // 2) if options.replicas else (world,))}
     if options.dtype == "bf16":
         how["mp_policy"] = precision(options.dtype)
     for block in blocks_of(model):
@@ -311,9 +292,6 @@ def _steps(
         found.norms.append(whole_tensor(nn.utils.clip_grad_norm_(trained, options.clip_norm)).item())
         optimizer.step()
         optimizer.zero_grad()
-
-
-# ------------------------------------------------------------------ many in one launch
 
 
 def on_ranks(rank: int, world: int, folder: Path, pairs: list[Pair], out: Path) -> dict[Pair, Trained | str]:

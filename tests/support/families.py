@@ -85,12 +85,10 @@ _HEAD = {"head_dim": 16}
 _ALL_HEADS = {"num_key_value_heads": None}
 _WINDOW = {"sliding_window": 6}
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
-_GRANITE = {
-    "logits_scaling": 4.0,
-    "residual_multiplier": 0.5,
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-}
+_WINDOWS = _WINDOW | _BOTH | _HEAD
+_PER_LAYER = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
+_NO_WIDTH = _ALL_HEADS | {"intermediate_size": None}
+_GRANITE = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
 # Mixtures of experts. Five experts don't divide evenly by two ranks; a layer without experts where the family has some.
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
@@ -103,6 +101,7 @@ _ROUTED = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+_MLA = _LATENT | _ROUTED | {"num_key_value_heads": 4}
 _GROUPS = {"n_group": 2, "topk_group": 1}
 _LITE = {key: value for key, value in (_LATENT | _ROUTED).items() if key != "first_k_dense_replace"} | {
     "num_key_value_heads": 4,
@@ -118,6 +117,10 @@ _SPARSE_BLOCKS = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 
 
 def _without_dropout(*names: str) -> dict[str, float]:
     return dict.fromkeys((f"{name}_dropout" if name else "dropout" for name in names), 0.0)
+
+
+def _text(kind: str, title: str, **more: Any) -> Family:
+    return Family(kind=kind, title=f"{title}, text", config="TextConfig", **more)
 
 
 FAMILIES = {
@@ -140,32 +143,15 @@ FAMILIES = {
         sizes=_WINDOW | _HEAD | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
         refused=_CAPPED,
     ),
-    "Gemma3": Family(
-        kind="dense, tied, windows", title="Gemma3, text", config="TextConfig", sizes=_WINDOW | _BOTH | _HEAD
-    ),
-    "Gemma4": Family(
-        kind="dense",
-        title="Gemma4, text",
-        config="TextConfig",
-        sizes=_WINDOW
-        | _BOTH
-        | _HEAD
-        | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
-    ),
-    "Gemma4Unified": Family(
-        kind="dense, tied, windows",
-        title="Gemma4 unified, text",
-        config="TextConfig",
-        sizes=_WINDOW | _BOTH | _HEAD | {"global_head_dim": 24},
-    ),
-    "Gemma3n": Family(
-        kind="dense, tied, windows, shared keys",
-        title="Gemma3n, text",
-        config="TextConfig",
-        sizes=_WINDOW
-        | _HEAD
+    "Gemma3": _text("dense, tied, windows", "Gemma3", sizes=_WINDOWS),
+    "Gemma4": _text("dense", "Gemma4", sizes=_WINDOWS | _PER_LAYER | {"global_head_dim": 16}),
+    "Gemma4Unified": _text("dense, tied, windows", "Gemma4 unified", sizes=_WINDOWS | {"global_head_dim": 24}),
+    "Gemma3n": _text(
+        "dense, tied, windows, shared keys",
+        "Gemma3n",
+        sizes=_WINDOWS
+        | _PER_LAYER
         | {"layer_types": 2 * _BOTH["layer_types"], "num_hidden_layers": 4, "num_kv_shared_layers": 2}
-        | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
         | {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
         refused=_CAPPED,
     ),
@@ -177,7 +163,7 @@ FAMILIES = {
     "Granite": Family(kind="dense", sizes=_GRANITE),
     "SmolLM3": Family(kind="dense", sizes={"no_rope_layers": [1, 0]}),
     "Cohere": Family(kind="dense, tied"),
-    "Cohere2": Family(kind="dense, tied, windows", sizes=_WINDOW | _BOTH | _HEAD),
+    "Cohere2": Family(kind="dense, tied, windows", sizes=_WINDOWS),
     "Glm4": Family(kind="dense", sizes=_HEAD),
     "StableLm": Family(kind="dense", title="StableLM", sizes=_without_dropout("attention")),
     "Starcoder2": Family(kind="dense", sizes=_without_dropout("residual", "embedding", "attention")),
@@ -186,44 +172,37 @@ FAMILIES = {
     "Ernie4_5": Family(kind="dense", title="Ernie4.5", sizes=_HEAD),
     "Nemotron": Family(kind="dense"),
     "Apertus": Family(kind="dense"),
-    "Cwm": Family(kind="dense, windows", title="CWM", sizes=_WINDOW | _BOTH | _HEAD),
+    "Cwm": Family(kind="dense, windows", title="CWM", sizes=_WINDOWS),
     "GPT2": Family(
         kind="dense, tied",
         title="GPT-2",
         model="LMHeadModel",
-        sizes=_ALL_HEADS | {"intermediate_size": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        sizes=_NO_WIDTH | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "GPTNeoX": Family(
         kind="dense", title="GPT-NeoX (Pythia)", sizes=_ALL_HEADS | _without_dropout("hidden", "attention")
     ),
     "OPT": Family(
         kind="dense, tied",
-        sizes=_ALL_HEADS
-        | {"intermediate_size": None, "ffn_dim": 48, "word_embed_proj_dim": 64}
-        | _without_dropout("", "attention"),
+        sizes=_NO_WIDTH | {"ffn_dim": 48, "word_embed_proj_dim": 64} | _without_dropout("", "attention"),
     ),
     "Bloom": Family(
         kind="dense, tied",
         title="BLOOM",
-        sizes=_ALL_HEADS
-        | {"intermediate_size": None, "n_layer": 2, "n_head": 4}
-        | _without_dropout("hidden", "attention"),
+        sizes=_NO_WIDTH | {"n_layer": 2, "n_head": 4} | _without_dropout("hidden", "attention"),
         refused=_NEVER,
     ),
     "Falcon": Family(
         kind="dense",
-        sizes=_ALL_HEADS
-        | {"intermediate_size": None, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
+        sizes=_NO_WIDTH | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
         refused=_NEVER,
     ),
     "Mixtral": Family(kind="mixture", sizes=_LOCAL_EXPERTS | _WINDOW),
     "Qwen2Moe": Family(kind="mixture", title="Qwen2-MoE", sizes=_SHARED_EXPERT),
     "Qwen3Moe": Family(kind="mixture", title="Qwen3-MoE", sizes=_EXPERTS | _HEAD | {"mlp_only_layers": [0]}),
     "GptOss": Family(kind="mixture, windows, sinks", title="gpt-oss", sizes=_LOCAL_EXPERTS | _WINDOW | _HEAD),
-    "DeepseekV2": Family(kind="mixture", title="DeepSeek-V2", sizes=_LATENT | _ROUTED | {"num_key_value_heads": 4}),
-    "DeepseekV3": Family(
-        kind="mixture", title="DeepSeek-V3", sizes=_LATENT | _ROUTED | _GROUPS | {"num_key_value_heads": 4}
-    ),
+    "DeepseekV2": Family(kind="mixture", title="DeepSeek-V2", sizes=_MLA),
+    "DeepseekV3": Family(kind="mixture", title="DeepSeek-V3", sizes=_MLA | _GROUPS),
     "Glm4Moe": Family(kind="mixture", title="GLM-4.5 (Glm4Moe)", sizes=_ROUTED | _GROUPS | _HEAD),
     "Glm4MoeLite": Family(kind="mixture", title="GLM-4.7-Flash (Glm4MoeLite)", sizes=_LITE | _GROUPS),
     "DeepseekV32": Family(kind="mixture, indexer", title="DeepSeek-V3.2", sizes=_INDEXED | _GROUPS, refused=_INDEX),
@@ -232,10 +211,9 @@ FAMILIES = {
     ),
     "HYV4": Family(kind="mixture, indexer, sinks", title="HY-V4", sizes=_SHARED_INDEX | _GROUPS, refused=_INDEX),
     "MiniMaxM2": Family(kind="mixture", title="MiniMax-M2", sizes=_LOCAL_EXPERTS | _HEAD),
-    "MiniMaxM3VL": Family(
-        kind="mixture, indexer of blocks",
-        title="MiniMax-M3, text",
-        config="TextConfig",
+    "MiniMaxM3VL": _text(
+        "mixture, indexer of blocks",
+        "MiniMax-M3",
         sizes=_LOCAL_EXPERTS
         | _HEAD
         | _SPARSE_BLOCKS
@@ -243,12 +221,7 @@ FAMILIES = {
         | {"mlp_layer_types": ["dense", "sparse"]},
         refused=_BLOCKS,
     ),
-    "Mistral4": Family(
-        kind="mixture",
-        title="Mistral Small 4 (Mistral4)",
-        sizes=_LATENT | _ROUTED | _GROUPS | {"num_key_value_heads": 4},
-        refused=_NO_AUTO,
-    ),
+    "Mistral4": Family(kind="mixture", title="Mistral Small 4 (Mistral4)", sizes=_MLA | _GROUPS, refused=_NO_AUTO),
     "Ernie4_5_Moe": Family(
         kind="mixture, tied",
         title="Ernie4.5-MoE",
@@ -258,11 +231,10 @@ FAMILIES = {
     "Afmoe": Family(
         kind="mixture, windows",
         title="AFMoE (Trinity)",
-        sizes=_EXPERTS | _HEAD | _WINDOW | _BOTH | {"num_dense_layers": 1, "num_shared_experts": 1},
+        sizes=_EXPERTS | _WINDOWS | {"num_dense_layers": 1, "num_shared_experts": 1},
     ),
     "Laguna": Family(
-        kind="mixture, windows",
-        sizes=_SHARED_EXPERT | _HEAD | _WINDOW | _BOTH | {"mlp_layer_types": ["dense", "sparse"]},
+        kind="mixture, windows", sizes=_SHARED_EXPERT | _WINDOWS | {"mlp_layer_types": ["dense", "sparse"]}
     ),
     "SolarOpen": Family(
         kind="mixture",
@@ -270,10 +242,9 @@ FAMILIES = {
         sizes=_ROUTED | _GROUPS | _HEAD | {"first_k_dense_replace": None, "intermediate_size": None},
     ),
     "GraniteMoe": Family(kind="mixture", title="Granite-MoE", sizes=_LOCAL_EXPERTS),
-    "Llama4": Family(
-        kind="mixture, chunks",
-        title="Llama4, text",
-        config="TextConfig",
+    "Llama4": _text(
+        "mixture, chunks",
+        "Llama4",
         sizes=_HEAD | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32},
         refused=_CHUNKS | _ROUTER,
     ),

@@ -1,4 +1,4 @@
-"""Gradients by name, and whether they are the same but for rounding."""
+"""Whole gradients by name, and whether they are the same but for rounding."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from bench.whole import whole
+
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradients(

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import odc_triton.sequence.enable  # noqa: F401 before `rules_in` looks for our modules
+from tests.support import families
 from tests.support.gradients import gradients_of
 from tests.support.versions import is_older
-from tests.support.vision import IMAGE, alone
+from tests.support.vision import TOKENS, alone
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {name: size for name, size in families.SIZES.items() if name != "num_hidden_layers"}
+SIZES |= {"max_position_embeddings": 512}
 _HEAD = {"head_dim": 16}
 _LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
 _DELTA = _LAYERS | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -45,7 +45,7 @@ _CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers":
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 1e4}
 _TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48}
 _TOWER |= {"out_hidden_size": 32, "num_position_embeddings": 64}
-_TOKENS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+
 GDN, KDA, MAMBA2, CONV = "gated delta rule", "Kimi delta attention", "Mamba-2", "short convolution"
 
 
@@ -85,25 +85,8 @@ HYBRIDS = {
 _HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 # Of config.json, changes to that of tests/support/sft_case.py.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        **_HEADS,
-    },
-    "nemotron_h": {
-        "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 16,
-        **_HEADS | {"num_hidden_layers": 4},
-    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **_DELTA, **_HEADS},
+    "nemotron_h": {"model_type": "nemotron_h", **_NEMOTRON, **_HEADS, "num_hidden_layers": 4},
 }
 FAST = ("qwen3_5", "kimi_linear", "nemotron_h", "lfm2")  # one of each rule
 
@@ -128,7 +111,7 @@ def hybrid(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **chang
     torch.manual_seed(seed)
     sizes = SIZES | family.sizes | changes
     if family.tower:
-        config = getattr(transformers, f"{family.of}Config")(text_config=sizes, vision_config=_TOWER, **_TOKENS)
+        config = getattr(transformers, f"{family.of}Config")(text_config=sizes, vision_config=_TOWER, **TOKENS)
         model = getattr(transformers, f"{family.of}ForConditionalGeneration")(config)
     else:
         text = "TextConfig" if hasattr(transformers, f"{family.of}TextConfig") else "Config"

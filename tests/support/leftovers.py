@@ -41,9 +41,7 @@ def ctrl_c(process: subprocess.Popen) -> None:
 
 
 def interrupted(
-    command: list[str],
-    has_come: Callable[[subprocess.Popen], bool],
-    how: Callable[[subprocess.Popen], None] = ctrl_c,
+    command: list[str], has_come: Callable[[subprocess.Popen], bool], how: Callable[[subprocess.Popen], None] = ctrl_c
 ) -> tuple[int, str]:
     """Runs `command`, stops it once `has_come`; returns its status and what it wrote to stderr. It must leave nothing
     behind.

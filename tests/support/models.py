@@ -106,7 +106,7 @@ MIXTURES = {
     "deepseek-v3": _lm(causal_lm, "DeepseekV3"),
 }
 OTHERS = {name: _lm(wide, name) for name in FAMILIES} | {
-    "bert": Case(build=_classifier, batch=_padded_batch, loss=_class_loss, count=lambda batch: len(batch[1])),
+    "bert": Case(build=_classifier, batch=_padded_batch, loss=_class_loss, count=lambda batch: len(batch[1]))
 }
 ALL_CASES = CASES | MIXTURES | OTHERS
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .families import with_lora
+from .families import causal_lm, with_lora
 from .trainer_case import weights_of
-from .trl_case import COMMON, adapted, environment, model_of, plainly, tokenizer
+from .trl_case import COMMON, adapted, environment, model_of, packed, plainly, tokenizer
 
 PAIRS = 18
 ROWS = 6  # pairs of a step
@@ -65,8 +65,6 @@ def arguments(kind: str, folder: str, rows: int = ROWS, **changes: Any) -> Any:
 def save_classifier(folder: str, family: str = "Qwen2") -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from .families import causal_lm
-
     torch.manual_seed(0)
     config = causal_lm(family).config
     config.num_labels = 1
@@ -79,22 +77,14 @@ def model_for(kind: str, start: str | None, lora: str | None = None) -> nn.Modul
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(start, attn_implementation="eager")
-    return (
-        model
-        if lora is None
-        else with_lora(model, ("q_proj", "up_proj"), task_type="SEQ_CLS", modules_to_save=["score"])
-    )
+    how = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    return model if lora is None else with_lora(model, ("q_proj", "up_proj"), **how)
 
 
 def sharded(kind: str, start: str | None, lora: str | None = None, fused: bool = False, **how: Any) -> nn.Module:
-    from odc_triton import fully_shard, replace_layers
-    from odc_triton.hf import enable_packing
+    from odc_triton import fully_shard
 
-    model = model_for(kind, start, lora)
-    enable_packing(model)
-    if fused:
-        assert replace_layers(model, roles=["head"], verbose=False).swapped["head"]
-    return fully_shard(model, **how)
+    return fully_shard(packed(model_for(kind, start, lora), fused), **how)
 
 
 def trainer_of(kind: str, ours: bool, world: int, folder: str, start: str | None, changes: dict[str, Any]) -> Any:
@@ -147,14 +137,10 @@ def run(
         lambda _, args, given: computed.append(given["input_ids"].numel()), with_kwargs=True
     )
 
-    def weights() -> dict[str, torch.Tensor]:
-        if ours:
-            return weights_of(trainer.model)
-        return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-
-    before = weights()
+    weights = weights_of if ours else lambda model: {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = weights(trainer.model)
     trainer.train(resume_from_checkpoint=resume)
-    after = weights()
+    after = weights(trainer.model)
     assert all(after.pop(name).equal(before[name]) for name in before if ".ref." in name)
     logs = [{name: each[name] for name in each if name != "total_flos"} for each in trainer.state.log_history]
     found = {"logs": logs, "weights": after, "start": before, "computed": sum(computed)}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.whole import whole
 from odc_triton import full_parameters, fully_shard, minibatch, repeating
 from odc_triton.hf import compute_in_chunks
 from odc_triton.nn.operand import is_sharded
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
 from tests.support.families import with_lora
+from tests.support.gradients import gradients_of
 from tests.support.models import ALL_CASES, Case, build, microbatches
 from tests.support.replicas import mesh_of
 
@@ -25,12 +25,7 @@ SIZES = [5, 17, 3, 9, 1]  # of one minibatch's microbatches, all ranks together
 FEW = [4, 3, 2]  # for kernels in the interpreter
 
 # Which microbatches each rank runs: unequal counts, and ranks with none.
-DEALS = {
-    1: [[0, 1, 2, 3, 4]],
-    2: [[0, 1, 3, 4], [2]],
-    3: [[1], [], [0, 2, 3, 4]],
-    4: [[], [0, 4], [1], [2, 3]],
-}
+DEALS = {1: [[0, 1, 2, 3, 4]], 2: [[0, 1, 3, 4], [2]], 3: [[1], [], [0, 2, 3, 4]], 4: [[], [0, 4], [1], [2, 3]]}
 
 # Without RoPE, attention biases of keys have no gradient in exact arithmetic: it is all rounding, and AdamW blows it up
 # to full steps (GPT-2's c_attn.bias contains them).
@@ -73,7 +68,7 @@ def unsharded_as(
             loss.backward()
             losses[-1] += loss.item()
         if step == 0:
-            first = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+            first = gradients_of(model)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -114,7 +109,7 @@ def sharded(
 
             losses.append(repeating(functools.partial(_minibatch, model, case, mine)))
             if step == 0:
-                first = {key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+                first = gradients_of(model)
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
             optimizer.step()
             if step % 2:
@@ -153,12 +148,7 @@ def one_step(
         loss = loss_of(model, batch) / sum(map(case.count, batches))
         loss.backward()
         total += loss.item()
-    named = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    return total, {key: whole(grad) for key, grad in named.items()}
-
-
-def _nothing(model: nn.Module) -> nn.Module:
-    return model
+    return total, gradients_of(model)
 
 
 def _checkpointing(model: nn.Module, use_reentrant: bool) -> nn.Module:
@@ -210,7 +200,7 @@ def _replaced(model: nn.Module, *roles: str, choice: str = "auto") -> nn.Module:
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "none": _nothing,
+    "none": lambda model: model,
     "head": lambda model: _replaced(model, "head"),
     "layers": _replaced,
     "body": lambda model: _replaced(model, *BODY),
@@ -243,24 +233,6 @@ def whole_model_error(got: dict, want: dict) -> float:
     return (squares / sum(want[key].double().norm() ** 2 for key in want)).sqrt().item()
 
 
-def compare(
-    name: str,
-    world: int,
-    kind: str = "fused",
-    style: str = "root",
-    transform: str = "none",
-    backend: str = "cpu",
-    *,
-    steps: int,
-    exact: bool = False,
-    shape: tuple[int, ...] = (),
-) -> None:
-    """`transform`: names in TRANSFORMS, joined by +; the unsharded model keeps its own layers. `shape`: of a mesh of
-    replicas.
-    """
-    compare_each([(name, transform)], world, kind, style, backend, steps=steps, exact=exact, shape=shape)
-
-
 def compare_each(
     runs: Sequence[tuple[str, str]],
     world: int,
@@ -273,7 +245,9 @@ def compare_each(
     sizes: Sequence[int] = SIZES,
     shape: tuple[int, ...] = (),
 ) -> None:
-    """As `compare`, of many (name, transform) in one launch of ranks."""
+    """Of many (name, transform) in one launch of ranks: names in TRANSFORMS, joined by +; the unsharded model keeps its
+    own layers. `shape`: of a mesh of replicas.
+    """
     sizes = tuple(sizes)
     trained = ranks.run(sharded, world, runs, steps, kind, style, backend, exact, sizes, shape)
     for (name, transform), *of_ranks in zip(runs, *trained, strict=True):

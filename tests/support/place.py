@@ -29,9 +29,7 @@ def matrix(shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -
     found += [(3, shape, dtype) for shape, dtype in itertools.product(mixed, dtypes) if dtype != torch.float32]
     return [
         pytest.param(
-            *case,
-            id=f"{case[2]}-{case[1]}-{case[0]}",
-            marks=[pytest.mark.slow] if case[2] == torch.float16 else [],
+            *case, id=f"{case[2]}-{case[1]}-{case[0]}", marks=[pytest.mark.slow] if case[2] == torch.float16 else []
         )
         for case in dict.fromkeys(found)
     ]

@@ -79,20 +79,15 @@ _TILES = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utter
 _TILES += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 
 
-def _idefics3() -> Any:
-    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
-
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return Idefics3Processor(images, _tokenizer(_SMOL, *_TILES), image_seq_len=4, chat_template=_SMOL)
-
-
-def _smolvlm() -> Any:
-    from transformers import SmolVLMImageProcessorPil, SmolVLMProcessor
+def _idefics(name: str, *videos: None) -> Any:
+    import transformers
     from transformers.models.smolvlm import processing_smolvlm
 
     processing_smolvlm.num2words = processing_smolvlm.num2words or str  # a package that it uses for videos alone
-    images = SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return SmolVLMProcessor(images, _tokenizer(_SMOL, *_TILES), None, image_seq_len=4, chat_template=_SMOL)
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    images = getattr(transformers, f"{name}ImageProcessorPil")(**sizes)
+    made = images, _tokenizer(_SMOL, *_TILES), *videos
+    return getattr(transformers, f"{name}Processor")(*made, image_seq_len=4, chat_template=_SMOL)
 
 
 def _llava() -> Any:
@@ -108,8 +103,8 @@ _PROCESSORS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: _qwen("Qwen2_5_VLProcessor"),
     "qwen3_vl": lambda: _qwen("Qwen3VLProcessor"),
     "gemma3": _gemma3,
-    "idefics3": _idefics3,
-    "smolvlm": _smolvlm,
+    "idefics3": lambda: _idefics("Idefics3"),
+    "smolvlm": lambda: _idefics("SmolVLM", None),
     "llava": _llava,
 }
 FAMILIES = tuple(_PROCESSORS)

@@ -10,6 +10,7 @@ from torch import nn
 
 
 def caught(action: Callable[[], object]) -> str:
+    """What an action says that must not succeed."""
     try:
         action()
     except Exception as error:

@@ -31,9 +31,6 @@ def reads(segments: Iterable[Segment], segment: Segment) -> dict[Segment, tuple[
     return found
 
 
-# ------------------------------------------------------------------ samples
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """`ids`, of which those from `learned` on are learned. Its first `shares` tokens are those of sample `parent`."""
@@ -112,9 +109,6 @@ SHAPES: dict[str, Callable[[list[Sample], Callable], None]] = {
     "duplicates": _duplicates,
     "nothing shared": _nothing,
 }
-
-
-# ------------------------------------------------------------------ deals
 
 
 class Grown:

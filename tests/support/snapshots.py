@@ -10,11 +10,7 @@ from odc_triton.machine.probe import VisibleDevice, read_topology
 from odc_triton.machine.topology import Topology
 
 SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
-KEYS = {
-    "a6000-bridges": "pcie-gen4x16+nvlink-4x14",
-    "hgx-h100-nvswitch": "nvswitch-18x25",
-    "pcie-only": "pcie-gen4x16",
-}
+KEYS = {"a6000-bridges": "pcie-gen4x16+nvlink-4x14", "hgx-h100-nvswitch": "nvswitch-18x25", "pcie-only": "pcie-gen4x16"}
 
 
 NAMES = sorted(path.stem for path in SNAPSHOTS.glob("*.json"))

@@ -12,7 +12,6 @@ import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.whole import whole
 from odc_triton import full_parameters, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.engine.api import engine_of
@@ -22,6 +21,7 @@ from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
+from tests.support.gradients import gradients_of as gradients
 from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of
@@ -58,11 +58,7 @@ DEALS: dict[str, Dealt] = {
     "2x3": [[[P(0, 0, 8), P(0, 30, 41)]], [[P(0, 8, 20), 3]], [[P(0, 20, 30)]], [[P(2, 0, 9)]], [[P(2, 9, 30)]], [[1]]],
     # Samples that begin with the same 8 tokens: those of one on another rank; cut over two, with branches on three.
     "tree": [[[P(0, 0, 41), P(1, 7, 17, 0)]], [[P(2, 7, 30, 0), P(3, 7, 9, 0)]]],
-    "cut tree": [
-        [[P(0, 0, 5), P(1, 7, 17, 0)]],
-        [[P(0, 5, 41), P(2, 7, 20, 0)]],
-        [[P(2, 20, 30), P(3, 7, 9, 0)]],
-    ],
+    "cut tree": [[[P(0, 0, 5), P(1, 7, 17, 0)]], [[P(0, 5, 41), P(2, 7, 20, 0)]], [[P(2, 20, 30), P(3, 7, 9, 0)]]],
     "tree waves": [[[P(0, 0, 5)], [P(3, 7, 9, 2)]], [[P(0, 5, 41)], [P(2, 0, 20)]], [[P(1, 7, 17, 0)], [P(2, 20, 30)]]],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
@@ -175,10 +171,6 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return float(torch.stack(off).norm() / torch.stack([each.norm() for each in wanted.values()]).norm())
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
 def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
     def go_wrong(module: nn.Module, given: tuple, output: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory for 3 GiB")
@@ -188,12 +180,7 @@ def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
 
 
 def step_on(
-    model: nn.Module,
-    setup: Setup,
-    rank: int,
-    step: int = 0,
-    loss_of: Callable | None = None,
-    deal: Dealt | None = None,
+    model: nn.Module, setup: Setup, rank: int, step: int = 0, loss_of: Callable | None = None, deal: Dealt | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One minibatch: this rank's part of the loss, and the gradients of all."""
     packs, total = packs_of(setup, rank, step, deal), 0.0

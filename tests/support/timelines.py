@@ -7,13 +7,7 @@ from odc_triton.base.events import Event
 
 def span(rank, kind, start_s, end_s, minibatch=0, microbatch=-1, label=""):
     return Event(
-        rank=rank,
-        kind=kind,
-        start_s=start_s,
-        end_s=end_s,
-        minibatch=minibatch,
-        microbatch=microbatch,
-        label=label,
+        rank=rank, kind=kind, start_s=start_s, end_s=end_s, minibatch=minibatch, microbatch=microbatch, label=label
     )
 
 

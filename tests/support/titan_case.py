@@ -100,11 +100,7 @@ def config_of(ranks_here: tuple[int, ...]) -> Any:
         loss=CrossEntropyLoss.Config(),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         training=TrainingConfig(
-            local_batch_size=1,
-            seq_len=64,
-            steps=len(STEPS),
-            disable_cuda_graphs=True,
-            mixed_precision_param="float32",
+            local_batch_size=1, seq_len=64, steps=len(STEPS), disable_cuda_graphs=True, mixed_precision_param="float32"
         ),
         activation_checkpoint=None,
     )

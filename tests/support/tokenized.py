@@ -12,9 +12,7 @@ from odc_triton.jobs.data.tokenizer import TextEncoder
 
 
 def tokenize_file(
-    path: str | os.PathLike,
-    encoder: TextEncoder,
-    options: DataOptions | None = None,
+    path: str | os.PathLike, encoder: TextEncoder, options: DataOptions | None = None
 ) -> TokenizedDataset:
     """The samples of a file of JSON lines, in its order."""
     with TemporaryDirectory() as folder:

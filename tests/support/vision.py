@@ -21,32 +21,17 @@ _SIDE = 16  # pixels of an image of fixed size
 
 _TEXT = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
 _TEXT |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-_TOKENS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 
 _QWEN_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": _PATCH}
-_QWEN2_5_TOWER = {
-    "intermediate_size": 48,
-    "out_hidden_size": 32,
-    "window_size": 4 * _PATCH,
-    "fullatt_block_indexes": [1],
-}
-_QWEN3_TOWER = {
-    "intermediate_size": 48,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0],
-}
+_OUT = {"intermediate_size": 48, "out_hidden_size": 32}
+_QWEN2_5_TOWER = _OUT | {"window_size": 4 * _PATCH, "fullatt_block_indexes": [1]}
+_QWEN3_TOWER = _OUT | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": _SIDE,
-    "patch_size": _PATCH,
-}
+_SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SIGLIP |= {"image_size": _SIDE, "patch_size": _PATCH}
 
 
 def _made(name: str, text: dict[str, Any], tower: dict[str, Any], **config: Any) -> nn.Module:
@@ -61,7 +46,7 @@ def _made(name: str, text: dict[str, Any], tower: dict[str, Any], **config: Any)
 
 def _qwen(name: str, tower: dict[str, Any], **text: Any) -> Callable[[], nn.Module]:
     rope = _ROPE | ({"mrope_interleaved": True} if "Qwen3" in name else {})
-    return partial(_made, name, {"rope_parameters": rope} | text, _QWEN_TOWER | tower, **_TOKENS)
+    return partial(_made, name, {"rope_parameters": rope} | text, _QWEN_TOWER | tower, **TOKENS)
 
 
 def _hybrid() -> nn.Module:
@@ -85,13 +70,9 @@ def _grids(images: int, generator: torch.Generator) -> dict[str, Any]:
 
 def _fixed(tokens: int, *, masks: bool = False) -> Callable[[int, torch.Generator], dict[str, Any]]:
     def make(images: int, generator: torch.Generator) -> dict[str, Any]:
-        found = {
-            "pixel_values": torch.randn(images, 3, _SIDE, _SIDE, generator=generator),
-            "tokens": [tokens] * images,
-        }
-        if masks:
-            found["pixel_attention_mask"] = torch.ones(images, _SIDE, _SIDE, dtype=torch.long)
-        return found
+        values = torch.randn(images, 3, _SIDE, _SIDE, generator=generator)
+        mask = {"pixel_attention_mask": torch.ones(images, _SIDE, _SIDE, dtype=torch.long)} if masks else {}
+        return {"pixel_values": values, "tokens": [tokens] * images, **mask}
 
     return make
 
