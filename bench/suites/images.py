@@ -11,13 +11,11 @@ where no rank waits is measured on balanced work, the same samples on all ranks.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from .. import quiet
 from ..demo import RANKS, WARM_UP
 from ..harness import Measured, assign_packs, disturbed, median_ratio, single_thread_environment
 from ..images_data import AT_ENDS, BY_TEXT, CONFIG, DUMMIES, FILE, MINIBATCHES, PATCH_VALUES, SAMPLES, ImageWork, read
-from ..provenance import about, save_parts
+from ..provenance import options_of, save_measured, save_parts
 from ..variants import Fsdp2, Fsdp2NoReshard, Odc, Variant
 from .prefixes import Arm, memory, run
 
@@ -152,18 +150,15 @@ def words(of: dict[str, Any]) -> list[str]:
     return [of["name"], str(of["token_cap"]), took, of["over"], *ratio, peak]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="JSON file, whose other keys stay")
-    parser.add_argument("--rounds", type=int, default=MINIBATCHES - WARM_UP, help="minibatches; less for a trial")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = options_of(__doc__, out="out", rounds=MINIBATCHES - WARM_UP)
     single_thread_environment()
     start_s, work = time.monotonic(), work_of(WARM_UP + options.rounds)
     of = counted(work)
     more = [{"ranks": ranks, **bounds(counted(work_of(MINIBATCHES, ranks), ranks))} for ranks in COUNTED_RANKS]
     save_parts(options.out, bounds=[{"ranks": RANKS, **bounds(of)}, *more])  # before anything is measured
     found = measure(work, of)
-    save_parts(options.out, cpu=found, cpu_about={"took_s": time.monotonic() - start_s, **about()})
+    save_measured(options.out, start_s, cpu=found)
     print(quiet.in_words(found["disturbed"], options.rounds))
     print(table([words(arm) for arm in found["arms"]], COLUMNS))
 
