@@ -54,23 +54,13 @@ from .harness import (
     single_thread_environment,
 )
 from .provenance import about, save_json
-from .stdlib_corpus import build_corpus, write_text
+from .stdlib_corpus import build_corpus, qwen2, write_text
 from .variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Unsharded, Variant
 
 RANKS = 2
 VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, Odc, OdcSplit)
-VOCABULARY = 8192
-CONFIG = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
 TOKEN_CAP = 2048  # also the longest sample
+CONFIG = qwen2(8192, 256, 704, 8, 4, 2, TOKEN_CAP, False)
 LENGTHS = "longalign"  # scaled so that the longest has TOKEN_CAP tokens
 SAMPLES_PER_RANK = 1
 WARM_UP = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import statistics
@@ -297,16 +296,10 @@ def compare(
 
 
 def disturbed(results: Sequence[Measured], warm_up: int = 0) -> dict[str, int | None]:
-    """Of the minibatches after the first `warm_up`: how many were measured again, and in how many some variant's time,
-    the one that counts, is disturbed even so; None where the kernel does not tell.
-    """
-    indices = range(warm_up, len(results[0].seconds))
-    left = sum(any(quiet.is_disturbed(r.seconds[i], r.waited_s[i]) for r in results) for i in indices)
-    is_known = not any(math.isnan(each) for r in results for waited_s in r.waited_s for each in waited_s)
-    return {
-        "measured_anew": sum(results[0].repeats[index] > 0 for index in indices),
-        "left": left if is_known else None,
-    }
+    """Of the minibatches after the first `warm_up`, and of those of their times that count."""
+    turns = [zip(each.seconds[warm_up:], each.waited_s[warm_up:], strict=True) for each in results]
+    again = sum(count > 0 for count in results[0].repeats[warm_up:])
+    return quiet.disturbed(zip(*turns, strict=True), measured_anew=again)
 
 
 class PeakMemory:

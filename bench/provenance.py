@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,27 @@ def save_parts(path: Path, **parts: object) -> None:
     save_json(path, {**before, **parts})
 
 
-def options_of(about: str, **numbers: int) -> argparse.Namespace:
-    """The command line of a report: an option for each of `numbers`, with its default, and `--out FILE`."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
+def save_measured(path: Path, start_s: float, **parts: object) -> None:
+    """As `save_parts`, each with what was measured on, and the seconds since `start_s` of the monotonic clock."""
+    took = {"took_s": time.monotonic() - start_s, **about()}
+    save_parts(path, **parts, **{f"{name}_about": took for name in parts})
+
+
+def options_of(about: str | None, *, out: str = "--out", **defaults: Any) -> argparse.Namespace:
+    """The command line of a suite: `out`, which may be positional, and an option for each of `defaults`.
+
+    False is that of a flag, a list that of one or more such values, a tuple that of one or more of these values.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(out, type=Path, help="JSON file, whose other keys stay")
+    for name, default in defaults.items():
+        how: dict[str, Any] = {"type": type(default), "help": f"default: {default}"}
+        if default is False:
+            how = {"action": "store_true", "help": "small sizes, which measure nothing: to see that it runs"}
+        elif isinstance(default, list | tuple):
+            how |= {"type": type(default[0]), "nargs": "+"}
+            how |= {"choices": default} if isinstance(default, tuple) else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
     return parser.parse_args()
 
 

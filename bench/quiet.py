@@ -16,8 +16,9 @@ So `MOST_WAITING` lets through what variants do to themselves, and what moves a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 MOST_WAITING = 0.05
 MOST_REPEATS = 2  # of one minibatch
@@ -42,13 +43,23 @@ def is_disturbed(seconds: float, waited: Sequence[float]) -> bool:
     return share(seconds, waited) > MOST_WAITING
 
 
+def disturbed(turns: Iterable[Iterable[tuple[float, Sequence[float]]]], *, measured_anew: int = 0) -> dict[str, Any]:
+    """Of turns, each with seconds and ranks' waiting of all ways: how many were measured again, and in how many that
+    of some way is disturbed even so; None where the kernel does not tell.
+    """
+    found = [[*turn] for turn in turns]
+    left = sum(any(is_disturbed(*way) for way in turn) for turn in found)
+    is_known = not any(math.isnan(each) for turn in found for _, waited in turn for each in waited)
+    return {"measured_anew": measured_anew, "left": left if is_known else None}
+
+
 def most_repeats(minibatches: int) -> int:
     """How many turns a run of so many may repeat."""
     return math.ceil(REPEATED_SHARE * minibatches)
 
 
 def in_words(disturbed: dict[str, int | None], minibatches: int) -> str:
-    """One sentence about `harness.disturbed` of so many minibatches."""
+    """One sentence about `disturbed` of so many minibatches."""
     again, left = disturbed["measured_anew"], disturbed["left"]
     if left is None:
         return "Whether the machine was quiet is not known: its kernel does not tell how long ranks waited for a core."

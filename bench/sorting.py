@@ -16,20 +16,11 @@ from pathlib import Path
 
 from odc_triton.jobs.data.tokenizer import COMPLETION, END, PROMPT
 
+from .stdlib_corpus import qwen2
+
 FEWEST, MOST = 3, 40
 UP = 0.3
-CONFIG = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 16,
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | qwen2(16, 128, 512, 6, 4, 4, 128, True)
 
 
 def digits(generator: random.Random) -> str:

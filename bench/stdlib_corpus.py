@@ -28,6 +28,8 @@ from typing import Any
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
 )
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,11 @@ def build_corpus(root: str | os.PathLike | None = None) -> tuple[list[dict[str, 
         )
     summary = CorpusSummary(files=files, skipped_files=skipped, records=len(unique), duplicates=found - len(unique))
     return [{"prompt": prompt, "completion": completion} for prompt, completion in unique], summary
+
+
+def qwen2(*sizes: int) -> dict[str, Any]:
+    """A config's fields of a Qwen2, from the values of `_SIZES`."""
+    return dict(zip(_SIZES, sizes, strict=True))
 
 
 def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, Any], *, count: int | None = None) -> Any:

@@ -53,15 +53,9 @@ def _bytes(dtype: str) -> int:
 
 def _adding(name: str, *, exact: bool, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
     """These options of a kernel that adds to sums in fp32, or to exact ones."""
-    signature = {**signature, "factor": "fp32"}
-    if exact:
-        return {
-            "name": f"exact {name}",
-            "signature": {**signature, "largest": "*i32"},
-            "constants": constants,
-            "reduces": True,
-        }
-    return {"name": name, "signature": signature, "constants": {**constants, "largest": None}, "reduces": True}
+    signature = {**signature, "factor": "fp32", **({"largest": "*i32"} if exact else {})}
+    constants = constants if exact else {**constants, "largest": None}
+    return {"name": "exact " * exact + name, "signature": signature, "constants": constants, "reduces": True}
 
 
 def _of_memory() -> Iterator[Case]:

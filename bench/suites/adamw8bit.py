@@ -24,19 +24,10 @@ from odc_triton.jobs.train.metrics import read_metrics
 from odc_triton.jobs.train.sft_options import SftOptions
 
 from ..provenance import about, options_of, save_parts
-from ..stdlib_corpus import build_corpus, write_text
+from ..stdlib_corpus import build_corpus, qwen2, write_text
 
 RANKS, LAST, MOST, LEAST = 2, 20, 0.01, 0.95  # of the loss; of the bytes
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 2048,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+CONFIG = qwen2(2048, 128, 384, 2, 4, 2, 512, False)
 
 
 def state_bytes(checkpoint: Path) -> dict[str, int]:
@@ -52,15 +43,8 @@ def state_bytes(checkpoint: Path) -> dict[str, int]:
 
 def trained(optimizer: str, folder: Path, steps: int) -> dict[str, Any]:
     how = {"data": folder / "data.jsonl", "init": folder / "config.json", "tokenizer": folder / "tokenizer.json"}
-    how |= {
-        "steps": steps,
-        "samples_per_rank": 4,
-        "truncate": True,
-        "token_cap": 256,
-        "lr": 1e-3,
-        "eval_fraction": 0.03,
-    }
-    options = SftOptions(out=folder / optimizer, optimizer=optimizer, weight_decay=0.01, **how)
+    how |= {"steps": steps, "samples_per_rank": 4, "truncate": True, "token_cap": 256, "lr": 1e-3, "weight_decay": 0.01}
+    options = SftOptions(out=folder / optimizer, optimizer=optimizer, eval_fraction=0.03, **how)
     write_config(config := f"{options.out}.yaml", options, comment="the run", ranks=RANKS)
     subprocess.run([sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--config", config], check=True)
     lines = read_metrics(Path(options.out, "metrics.jsonl"))

@@ -12,14 +12,12 @@ Each way computes the same gradients, or it raises; then all are timed in turn.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,7 +35,7 @@ from odc_triton.jobs.launcher.launch import launch
 from tests.support import simulated  # noqa: F401  # the backend whose shards are apart
 
 from .. import harness
-from ..provenance import about, save_parts
+from ..provenance import about, options_of, save_parts
 from ..whole import whole
 
 OURS, WITHOUT = "experts", ("grouped_mm", "batched_mm")  # "eager" makes a whole gradient for each expert: minutes
@@ -183,10 +181,7 @@ def counted(size: Size, cache_bytes: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
-    options = parser.parse_args()
+    options = options_of(__doc__, out="out", quick=False)
     size = QUICK if options.quick else Size()
     harness.single_thread_environment()
     rows = launch(partial(times, size), ranks=2)[0]

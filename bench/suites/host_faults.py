@@ -10,7 +10,6 @@ deadlines of 4 s if it was stopped. Gradients must be those of one process until
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from odc_triton.jobs.reports.report import table
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange
 
-from ..provenance import about, save_parts
+from ..provenance import about, options_of, save_parts
 from .hosts_net import Hosts, inside, why_not
 from .split_jobs import LAYERS, Job, build, compute, compute_whole, deal_evenly, sharded
 
@@ -263,14 +261,8 @@ def run(faults: Sequence[Fault]) -> dict[str, Any]:
     return {**sums, "deadline_s": DEADLINE_S, "rows": found}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.suites.host_faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=40)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
-    options = parser.parse_args(arguments)
+def main() -> int:
+    options = options_of(__doc__, faults=40, kinds=KINDS, places=PLACES, seed=0)
     numbers, cells = random.Random(options.seed), [(kind, place) for place in options.places for kind in options.kinds]
     faults = [Fault.at_random(numbers, *cells[number % len(cells)]) for number in range(options.faults)]
     found = run(faults)

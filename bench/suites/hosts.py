@@ -9,12 +9,10 @@ and a barrier before every layer, for HSDP's collectives. `--shapes 1x8`: one ho
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from odc_triton.balance import CostModel
@@ -23,7 +21,7 @@ from odc_triton.jobs.reports.report import table
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.tools.simulate.study import NAMED
 
-from ..provenance import about, save_parts
+from ..provenance import about, options_of, save_parts
 from .cells import Cell, Way
 from .sleeping import Measured, main_of_rank, together
 
@@ -31,9 +29,10 @@ OURS = Way(schedule="odc", balance="mini")
 SPLIT = Way(schedule="odc", balance="split")
 GLOBAL = Way(schedule="fsdp", balance="global")
 WAYS = (SPLIT, OURS, GLOBAL)
-SHAPES = ("2x4", "2x8", "4x4")
-SAMPLES = (1, 2, 4)
-MINIBATCHES = 2
+SHAPES = ["2x4", "2x8", "4x4"]  # hosts x ranks of each
+LENGTHS = ["longalign", "swe-smith", "aime"]
+SAMPLES = [1, 2, 4]  # per rank
+MINIBATCHES = 2  # of each cell
 MEAN_SAMPLE_S = 1.5  # sleep of a sample of mean cost: a layer's forward sleeps 125 ms, its backward 250 ms
 LAYERS = 4
 POPULATION = 20_000
@@ -108,17 +107,10 @@ def cells_of(row: dict[str, Any]) -> list[object]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.suites.hosts", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="hosts x ranks of each")
-    parser.add_argument("--lengths", nargs="+", choices=sorted(NAMED), default=["longalign", "swe-smith", "aime"])
-    parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES), help="per rank")
-    parser.add_argument("--minibatches", type=int, default=MINIBATCHES, help="of each cell")
-    parser.add_argument("--mean-sample-s", type=float, default=MEAN_SAMPLE_S, help="sleep of a sample of mean cost")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
-    options = parser.parse_args(arguments)
-    start_s, load = time.monotonic(), os.getloadavg()
-    rows = []
+def main() -> int:
+    how = {"shapes": SHAPES, "lengths": LENGTHS, "samples": SAMPLES}
+    options = options_of(__doc__, **how, minibatches=MINIBATCHES, mean_sample_s=MEAN_SAMPLE_S)
+    start_s, load, rows = time.monotonic(), os.getloadavg(), []
     for shape in options.shapes:
         rows += run(shape, options.lengths, options.samples, options.minibatches, options.mean_sample_s)
         print(f"{shape}: {time.monotonic() - start_s:.0f} s", flush=True)

@@ -18,7 +18,6 @@ Each way of a comparison computes the same gradient, or it raises; then all are 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -56,7 +55,7 @@ from odc_triton.tools.tune.workload import workloads_of
 from .. import harness, quiet
 from ..cut import scaled_minibatches
 from ..demo import LENGTHS, RANKS, WARM_UP
-from ..provenance import about, save_parts
+from ..provenance import options_of, save_measured, save_parts
 from ..reports.versus import random_text
 from ..variants import Ddp, Fsdp2NoReshard, Odc, OdcShared, OdcSplit, OdcTrees, Setting
 from ..whole import whole
@@ -293,13 +292,8 @@ def pair(size: Size) -> dict[str, Any]:
     return found | {"step_share": more / (median["step"] + more)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("split", "three_ranks", "group", "memory", "pair")
-    parser.add_argument("out", type=Path, help="JSON file, whose other keys stay")
-    parser.add_argument("--only", choices=parts, nargs="+", default=parts)
-    parser.add_argument("--quick", action="store_true", help="sizes that measure nothing, to try it")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = options_of(__doc__, out="out", only=("split", "three_ranks", "group", "memory", "pair"), quick=False)
     size = QUICK if options.quick else Size()
     harness.single_thread_environment()
     torch.set_num_threads(1)
@@ -316,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         for part in options.only:
             start_s, found = time.monotonic(), measure[part]()
-            save_parts(options.out, **{part: found, f"{part}_about": {"took_s": time.monotonic() - start_s, **about()}})
+            save_measured(options.out, start_s, **{part: found})
             print(part, found, flush=True)
             if "disturbed" in found:
                 print(quiet.in_words(found["disturbed"], size.rounds))

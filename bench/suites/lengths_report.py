@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -155,13 +154,9 @@ def progress(results: Sequence[Result], rounds: int, turn: str, took_s: float) -
 
 
 def disturbed(results: Sequence[Result]) -> dict[str, int | None]:
-    """As `harness.disturbed`, of the timed minibatches of all turns; none is measured again."""
-    took = [
-        pair for result in results for turn in result.turns for pair in zip(turn.seconds, turn.waited_s, strict=True)
-    ]
-    is_known = not any(math.isnan(each) for _, waited_s in took for each in waited_s)
-    left = sum(quiet.is_disturbed(seconds, waited_s) for seconds, waited_s in took)
-    return {"measured_anew": 0, "left": left if is_known else None}
+    """Of the timed minibatches of all turns; none is measured again."""
+    turns = [turn for result in results for turn in result.turns]
+    return quiet.disturbed([each] for turn in turns for each in zip(turn.seconds, turn.waited_s, strict=True))
 
 
 def quiet_or_not(results: Sequence[Result]) -> str:

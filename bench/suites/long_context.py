@@ -14,7 +14,6 @@ alone.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,7 +46,7 @@ from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
 
 from ..harness import PeakMemory, gather, in_turn, median_ratio, open_job, single_thread_environment
-from ..provenance import about, save_parts
+from ..provenance import options_of, save_measured, save_parts
 from ..stdlib_corpus import build_corpus, write_text
 
 BASE, FACTORS, LAYERS, WORLDS = 1536, (1, 2, 4, 8), (4, 8, 16), (2, 4)  # BASE: tokens of each rank
@@ -226,22 +225,17 @@ def sample() -> dict[str, object]:
     return {"tokens": 65_536, "layers": 4, "hidden": 256, "steps": kept, "took_s": time.monotonic() - start_s}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=("cpu", "timed", "sample"), help="only this part; --out keeps the others")
-    parser.add_argument("--steps", type=int, default=12, help="interleaved steps of each way")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = options_of(__doc__, only=("cpu", "timed", "sample"), steps=12)
+    if options.out is None:
+        sys.exit("give --out FILE")
     single_thread_environment()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed leaves the process
     save_parts(options.out, qwen3_8b_million=qwen3_8b_million())
-    parts = ("cpu", "timed", "sample") if options.only is None else (options.only,)
-    for name in parts:
-        start_s, found = (
-            time.monotonic(),
-            {"cpu": peaks, "timed": partial(times, options.steps), "sample": sample}[name](),
-        )
-        save_parts(options.out, **{name: found, f"{name}_about": {"took_s": time.monotonic() - start_s, **about()}})
+    parts: dict[str, Callable[[], object]] = {"cpu": peaks, "timed": partial(times, options.steps), "sample": sample}
+    for name in options.only:
+        start_s = time.monotonic()
+        save_measured(options.out, start_s, **{name: parts[name]()})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m bench.suites.overlap ranks [--steps 20] [--out FILE]
 
 `train grpo` takes every step in each way, in turns, on the same prompts and lengths (bench/rollouts.py), which are
-forced. Bounds are counted from the steps in phases alone: see overlap_bound.py. The first step is not counted.
+forced. Bounds are counted from the steps in phases alone: see `least_s`. The first step is not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from tests.support.vllm_real import vllm_serve, write_vllm_case
 from .. import quiet, rollouts
 from ..harness import in_turn, median_ratio, single_thread_environment
 from ..provenance import about, save_parts
-from .overlap_bound import least_s, shared_out
 
 PHASES, OVERLAPPED, BOTH_CORES = "phases", "overlapped", "phases, both cores"
 SEED, TOKEN_CAP = 0, 4096
@@ -195,6 +194,18 @@ def train(options: GrpoOptions, ways: Sequence[str], servers: dict[str, str], st
 # ---------------------------------------------------------------------- results
 
 
+def least_s(work: Sequence[tuple[float, float]], sampling_s: Sequence[float]) -> float:
+    """The least seconds of rollout and update together.
+
+    `work`: for each group of completions (seconds from the rollout's start until it was sampled, seconds to compute
+    it). `sampling_s`: for each rank that computes, how long it samples itself. Nothing is computed before it was
+    sampled, and no rank does two things at once; all else is assumed to be ideal.
+    """
+    ranks, total_s = len(sampling_s), math.fsum(seconds for _, seconds in work)
+    after_s = [at_s + math.fsum(s for other_s, s in work if other_s >= at_s) / ranks for at_s, _ in work]
+    return max((math.fsum(sampling_s) + total_s) / ranks, *sampling_s, *after_s)
+
+
 def least_step_s(turn: Sequence[Turn], samples_elsewhere: bool) -> float:
     """The least seconds of an overlapped step. `turn`: of each rank, in phases."""
     came_s = {place: at_s for rank in turn for place, at_s in rank.came_s.items()}
@@ -203,8 +214,9 @@ def least_step_s(turn: Sequence[Turn], samples_elsewhere: bool) -> float:
     if samples_elsewhere:  # the only rank's own part of a rollout is scoring
         to_do_s, sampling_s = to_do_s + turn[0].scoring_s, [0.0]
     other_s = turn[0].metrics["seconds"] - max(rank.sampled_s for rank in turn) - max(computed_s)
-    shares_s = shared_out(to_do_s, turn[0].costs)
-    return other_s + least_s([(came_s[place], own_s) for place, own_s in enumerate(shares_s)], sampling_s)
+    costs = turn[0].costs
+    work = [(came_s[place], to_do_s * cost / math.fsum(costs)) for place, cost in enumerate(costs)]
+    return other_s + least_s(work, sampling_s)
 
 
 def summary(setting: Setting, by_rank: Sequence[Sequence[Turn]]) -> dict[str, Any]:

@@ -5,11 +5,11 @@
 Samples are groups of 8 completions, and conversations. Each way at its best pack size of a few, found by one minibatch
 each; then all in turn, minibatch by minibatch, with the optimizer step. Before that all compute the same gradient, or
 it raises. Bounds are FLOPs: of a baseline's fuller rank over ours. Everything was fixed before anything was measured.
+`--share`: of the rounds, less for a trial.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -37,7 +37,7 @@ from ..harness import (
     peak_memory,
     single_thread_environment,
 )
-from ..provenance import about, save_parts
+from ..provenance import options_of, save_measured
 from ..reports.versus import LONG_CONFIG
 from ..variants import Ddp, Fsdp2, Fsdp2NoReshard, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees, Variant
 
@@ -188,19 +188,15 @@ def words(of: dict[str, Any]) -> list[str]:
     return [name, *ratios, " / ".join(peaks)]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="JSON file, whose other keys stay")
-    parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)))
-    parser.add_argument("--share", type=float, default=1.0, help="of the rounds; less for a trial")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = options_of(__doc__, out="out", rows=tuple(range(len(ROWS))), share=1.0)
     single_thread_environment()
     start_s, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         for of in (ROWS[number] for number in options.rows):
             rows.append(row(replace(of, rounds=max(1, round(of.rounds * options.share))), Path(folder)))
             print(f"{of.name}: {quiet.in_words(rows[-1]['disturbed'], of.rounds)}", flush=True)
-    save_parts(options.out, cpu=rows, cpu_about={"took_s": time.monotonic() - start_s, **about()})
+    save_measured(options.out, start_s, cpu=rows)
     print(table([words(each) for each in rows], ("prompt + completion, groups", "over dense", *OVER, "peak MB")))
 
 

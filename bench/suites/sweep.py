@@ -5,11 +5,11 @@
 Every arm trains the same runs on the same samples, round after round in a rotating order. Rounds have different
 samples, so intervals are over draws of lengths too. Bases and models are made before; a run begins with its adapters'
 first values and an optimizer. Everything was fixed before anything was measured. Raises if losses of arms differ.
+`--samples`: per step, by default one per rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +46,7 @@ from .. import quiet
 from ..cut import cut, scaled_minibatches
 from ..demo import CONFIG, LENGTHS, RANKS, TOKEN_CAP
 from ..harness import PeakMemory, Work, gather, in_turn, median_ratio, open_job, set_torch_up, single_thread_environment
-from ..provenance import about, save_parts
+from ..provenance import about, options_of, save_parts
 from ..variants import CLIP_NORM, Setting, shard_by_fsdp2
 
 RUNS, STEPS, ROUNDS = 8, 4, 7
@@ -293,8 +293,7 @@ def compared(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def report_of(found: dict[str, list[dict[str, Any]]], rounds: Rounds, bytes_of: dict[str, Any]) -> dict[str, Any]:
     seconds = {name: [of["seconds"] for of in each] for name, each in found.items()}
     fsdp2 = min((RESHARD, NO_RESHARD), key=lambda name: statistics.median(seconds[name]))
-    turns = zip(*found.values(), strict=True)
-    disturbed = [any(quiet.is_disturbed(of["seconds"], of["waited_s"]) for of in turn) for turn in turns]
+    turns = ([(of["seconds"], of["waited_s"]) for of in turn] for turn in zip(*found.values(), strict=True))
     pairs = {"fsdp2_over_ours": (fsdp2, OURS), "ours_over_copies": (OURS, COPIES), "odc_over_ours": (ODC, OURS)}
     pairs["fsdp2_over_odc"] = (fsdp2, ODC)
     return {
@@ -305,19 +304,14 @@ def report_of(found: dict[str, list[dict[str, Any]]], rounds: Rounds, bytes_of: 
         "bytes": bytes_of,
         "base_over_copies": {key: bytes_of[OURS][key] / bytes_of[COPIES][key] for key in ("base", "base_measured")},
         **compared(found),
-        "disturbed": {"measured_anew": 0, "left": None if math.isnan(quiet.waited_s()) else sum(disturbed)},
+        "disturbed": quiet.disturbed(turns),
         "rounds": found,
         "runs": [[asdict(run) | {"data": Path(run.data).stem} for run in runs] for runs in rounds],
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="JSON file, whose other keys stay")
-    parser.add_argument("--samples", type=int, default=RANKS, help="per step (default: one per rank)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="a small model and two steps, for a trial")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = options_of(__doc__, out="out", samples=RANKS, rounds=ROUNDS, quick=False)
     single_thread_environment()
     start_s, steps = time.monotonic(), 2 if options.quick else STEPS
     with tempfile.TemporaryDirectory() as scratch:

@@ -25,9 +25,10 @@ import yaml
 from odc_triton.jobs.reports.report import table
 
 from ..provenance import about, options_of, save_parts
-from ..stdlib_corpus import build_corpus, write_text
-from .run_kills import CONFIG, LONG_S, RANKS, ranks_of
+from ..stdlib_corpus import build_corpus, qwen2, write_text
 
+RANKS, LONG_S = 2, 600.0
+CONFIG = qwen2(512, 64, 128, 4, 4, 2, 512, False)
 MOST_S = 10.0  # from a kill to the end of all processes
 KILLS_OF_A_SWEEP = 4
 SWEEP = {"token_cap": 256, "truncate": True, "samples_per_rank": 4, "eval_fraction": 0.1, "lora_rank": 4, "steps": 8}
@@ -42,8 +43,7 @@ def prepare(folder: Path) -> None:
 
     write_text(folder, build_corpus()[0], CONFIG, count=200)
     torch.manual_seed(0)
-    sizes = {name: value for name, value in CONFIG.items() if name != "model_type"}
-    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder / "base")
+    Qwen2ForCausalLM(Qwen2Config(**CONFIG)).save_pretrained(folder / "base")
     files = {"model": "base", "data": "data.jsonl", "tokenizer": "tokenizer.json"}
     given = {name: str(folder / file) for name, file in files.items()} | SWEEP
     (folder / "sweep.yaml").write_text(yaml.safe_dump(given))
@@ -53,6 +53,12 @@ def start(folder: Path, out: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "odc_triton.tools.cli", "sweep", str(folder / "sweep.yaml"), "--out", str(out)]
     command += ["--ranks", str(RANKS), "--resume", "auto"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """By their numbers; none while they start."""
+    found = sorted(psutil.Process(launcher.pid).children(), key=lambda each: (each.create_time(), each.pid))
+    return found if len(found) == RANKS else []
 
 
 def held(processes: list[psutil.Process]) -> set[str]:

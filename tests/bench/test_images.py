@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import images_data
 from bench.harness import Measured, Work, compare
-from bench.images_data import ImageWork
 from bench.suites import images
 from bench.suites.images import (
     Fsdp2Dummies,
     Fsdp2DummiesNoReshard,
     Fsdp2Unbalanced,
+    ImageWork,
     OdcByText,
     OdcUnbalanced,
 )
@@ -29,11 +28,11 @@ SIZES = [(30, ()), (9, ("4x8", "8x8")), (40, ()), (12, ("6x4",)), (25, ()), (70,
 @pytest.fixture
 def small(tmp_path: Path) -> ImageWork:
     """A minibatch of one sample a rank, and one of three."""
-    text = images_data.CONFIG["text_config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 48}
+    text = images.CONFIG["text_config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 48}
     text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 2, 4]}
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
-    tower = images_data.CONFIG["vision_config"] | tower | {"fullatt_block_indexes": [1]}
-    config = images_data.CONFIG | {"text_config": text, "vision_config": tower}
+    tower = images.CONFIG["vision_config"] | tower | {"fullatt_block_indexes": [1]}
+    config = images.CONFIG | {"text_config": text, "vision_config": tower}
     (tmp_path / "sizes.json").write_text(json.dumps({"minibatches": [SIZES]}))
     drawn = [[0, 1], [2, 3, 4, 5, 6, 7]]
     return ImageWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)

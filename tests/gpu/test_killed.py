@@ -23,7 +23,7 @@ SLACK_BYTES = 64 * 2**20  # what others on the machine may take meanwhile; a con
 
 
 def train_until_killed(
-    rank: int, world: int, victim: int, where: str, folder: str, backend: str = "cuda"
+    rank: int, world: int, victim: int, where: str, folder: str
 ) -> tuple[str, list[int], str, float]:
     """Trains three minibatches, in the second of which `victim` kills itself at `where`; the error that this rank saw:
     its name, ranks and text, and how long after the last thing that went well it came.
@@ -33,11 +33,8 @@ def train_until_killed(
 
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
-    device = "cpu"
-    if backend == "cuda":
-        take_gpu(rank)
-        device = "cuda"
-    model = fully_shard(build(), backend=backend, timeout=LONG_S)
+    take_gpu(rank)
+    model = fully_shard(build(), backend="cuda", timeout=LONG_S)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     well_s = time.monotonic()
 
@@ -50,7 +47,7 @@ def train_until_killed(
             with minibatch(model, tokens=1):
                 if dies and where == "forward":
                     model.blocks[1].register_forward_hook(die)
-                output = model(batch(0).to(device))
+                output = model(batch(0).cuda())
                 if dies and where == "backward":
                     output.register_hook(die)
                 output.sum().backward()

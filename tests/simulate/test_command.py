@@ -175,15 +175,6 @@ def test_options_as_other_commands_spell_them_and_as_before(say: Say, tmp_path: 
     assert "--checkpointing" not in say("--help")[1]
 
 
-def test_a_model_that_training_refuses_is_not_simulated(say: Say, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config.write_text(json.dumps({"model_type": "bert", "vocab_size": 30} | sizes))
-    status, out, err = say("--lengths", "chat", "--init", config)
-    assert (status, out) == (1, "")
-    assert f"{config} can't be simulated: BertLMHeadModel can't be trained on packs" in err
-
-
 def test_too_few_sequences(say: Say, tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("5 6 7 " * 7)

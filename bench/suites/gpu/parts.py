@@ -21,8 +21,7 @@ from odc_triton.sequence.flash import FlashAttentionOfTree
 
 from ...device import Gpu
 from ...kernels.problem import MODELS, TINY
-from ...kernels.run import TOKENS, WORLDS, problems, ran
-from ...kernels.timing import Machine
+from ...kernels.run import TOKENS, WORLDS, Machine, problems, ran
 
 # At Llama-3-8B's sizes, the most used first.
 TIMED = ("wgrad", "linear staged", "linear_dx staged", "scatter", "gather", "linear_cross_entropy_grad")

@@ -21,13 +21,12 @@ from odc_triton.plan.plan import MinibatchPacks
 
 from ...device import Gpu, profiled
 from ...harness import Minibatch, Work, assign_packs, timed
+from ...stdlib_corpus import qwen2
 from ...trees import TREES
 from ...variants import Bridged, Fsdp2Micro, Odc, OdcTrees, Setting, Unsharded, Variant
 
-_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NAMES += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
-QWEN_1_5B = dict(zip(_NAMES, (151936, 1536, 8960, 28, 12, 2, 131072, True), strict=True))
-SMALL = dict(zip(_NAMES, (128, 32, 64, 2, 2, 1, 512, True), strict=True))
+QWEN_1_5B = qwen2(151936, 1536, 8960, 28, 12, 2, 131072, True)
+SMALL = qwen2(128, 32, 64, 2, 2, 1, 512, True)
 LONGEST = 6144  # tokens of a pack: 8,192 may not fit in 80 GB, beside the states
 _WORDS = 128  # token ids are below it: any model has them
 _KEPT = 14  # kernels of a minibatch to name, the longest

@@ -8,8 +8,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 
+from ...base.environment import installed
 from ...machine.topology import Topology
 from .findings import NOTE, OK, PROBLEM, Finding
 
@@ -32,30 +32,18 @@ class Software:
 
 def installed_software() -> Software:
     """Imports torch, and starts CUDA if torch was built with it."""
-    python = ".".join(map(str, sys.version_info[:3]))
+    python, triton = ".".join(map(str, sys.version_info[:3])), installed("triton")["triton"]
+    found = {"python": python, "triton": None if triton == "not installed" else triton}
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
-        return Software(python=python, cuda_error=str(error), triton=_version("triton"))
+        return Software(cuda_error=str(error), **found)
     cuda_error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.version.cuda is not None and not torch.cuda.is_available():
             cuda_error = str(caught[-1].message).split("(Triggered")[0].strip() if caught else "torch sees no GPU"
-    return Software(
-        python=python,
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        cuda_error=cuda_error,
-        triton=_version("triton"),
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return Software(torch=torch.__version__, cuda=torch.version.cuda, cuda_error=cuda_error, **found)
 
 
 def check_torch(software: Software, topology: Topology, environment: Mapping[str, str]) -> Iterator[Finding]:

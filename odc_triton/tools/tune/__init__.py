@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -150,9 +150,8 @@ def save(place: Place, lines: list[Line], folder: Path, attention: dict[str, flo
 
     folder.mkdir(parents=True, exist_ok=True)
     table = load(place, folder)
-    former = table.lines
     new = {(line.operator, line.shape, line.dtype) for line in lines}
-    kept = [line for line in former if (line.operator, line.shape, line.dtype) not in new]
+    kept = [line for line in table.lines if (line.operator, line.shape, line.dtype) not in new]
     content = {
         "format": FORMAT,
         "place": asdict(place),
@@ -209,19 +208,10 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
     lines, rows = [], []
     for tokens, words in chosen.items():
         best = _with_tiles(trial, words, tokens, options, measured[tokens])
-        upto = None if tokens == options.counts[-1] else tokens * workload.top_k
-        lines += [
-            Line(
-                operator=workload.operator,
-                shape=shape,
-                dtype=str(trial.dtype).removeprefix("torch."),
-                tokens=upto,
-                choice=best,
-                seconds=_medians(measured[tokens]),
-            )
-            for shape in workload.shapes
-        ]
-        medians = _medians(measured[tokens])
+        medians = {way: statistics.median(rounds) for way, rounds in measured[tokens].rounds.items()}
+        line = {"operator": workload.operator, "dtype": str(trial.dtype).removeprefix("torch."), "choice": best}
+        line |= {"tokens": None if tokens == options.counts[-1] else tokens * workload.top_k, "seconds": medians}
+        lines += [Line(shape=shape, **line) for shape in workload.shapes]
         usual_s = medians.get(defaults[tokens])
         for way, seconds in medians.items():
             notes = [note for note, holds in (("default", way == defaults[tokens]), (TAKEN, way == words)) if holds]
@@ -236,8 +226,6 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
 
 def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, measured: Measured) -> Any:
     """The choice, with other tiles for its kernels if they are faster; adds to `measured`."""
-    from dataclasses import replace
-
     import torch
 
     from ...nn.choice import as_choice
@@ -259,10 +247,6 @@ def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, mea
         if best != words:
             choice = replace(choice, tiles=(*choice.tiles, *others[best].tiles))
     return choice
-
-
-def _medians(measured: Measured) -> dict[str, float]:
-    return {way: statistics.median(rounds) for way, rounds in measured.rounds.items()}
 
 
 def _report(rows: list[list[str]], path: Path, place: Place, options: TuneOptions) -> str:
