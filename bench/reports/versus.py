@@ -4,8 +4,6 @@
     bridge    a model of torch's fully_shard under use_odc, FSDP2 and the native engine
     split     the longest samples in segments, LB-Mini, FSDP2 in two settings and DDP
     lengths   all baselines over ODC + LB-Mini, on three distributions of lengths: who gains and who does not
-    barrier   a barrier at every layer over none, with our transfers, on the demo's minibatches: as far as the longest
-              sample sets the time of both, the demo's gain over FSDP2 is of transfers
 
 2 ranks, minibatch by minibatch in turn, with the optimizer step. Models, lengths and minibatches were fixed before
 anything was measured. Memory is of one minibatch, as the kernel counts it.
@@ -73,15 +71,12 @@ def long_samples(folder: Path, samples: int, minibatches: int, config: dict = LO
     return random_text(lengths, path, samples, config=config, minibatches=drawn, token_cap=longest)
 
 
-def the_demo(folder: Path, minibatches: int) -> Works:
-    demo = prepare(folder)
-    return {"the demo": replace(demo, minibatches=demo.minibatches[: WARM_UP + minibatches])}
-
-
 def mixed(folder: Path, minibatches: int) -> Works:
     """The demo's, one sample a rank and few tokens; longer samples; many, where an assignment balances lengths."""
+    demo = prepare(folder)
     few = max(minibatches // 4, 1)
-    return the_demo(folder, minibatches) | {
+    return {
+        "the demo": replace(demo, minibatches=demo.minibatches[: WARM_UP + minibatches]),
         "4 samples per rank": long_samples(folder, 4, few),
         "8 samples per rank": long_samples(folder, 8, few, CONFIG),
     }
@@ -151,7 +146,6 @@ STUDIES = {
         minibatches=9,
         memory=False,
     ),
-    "barrier": Study(**beside(Odc, LayerBarrier), works=the_demo, memory=False),
 }
 
 
