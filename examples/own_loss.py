@@ -17,7 +17,7 @@ class Focal(Objective):
         logits, targets = predictions(model, pack)  # of the pack's target tokens, in their order
         logp = log_probs(logits, targets).logp
         summed = -((1 - logp.exp()) ** 2 * logp).sum()
-        return summed / terms.number, {"likely": (logp > -1).sum()}  # numbers by name, added up over packs and ranks
+        return summed / terms.number, {"likely": (logp > -1).sum()}  # added up over packs and ranks
 
 
 torch.manual_seed(0)
@@ -31,7 +31,7 @@ lengths = [30, 7, 19, 64, 12, 25, 9, 41]
 data = [{"input_ids": torch.arange(length) * 3 % 64} for length in lengths]
 dataset, rank, world = PackedDataset(data), dist.get_rank(), dist.get_world_size()
 how = {"rank": rank, "world": world, "targets": [length - 1 for length in lengths]}
-sampler = MinibatchSampler(lengths, 4 // world, 64, **how)  # a step of four samples, packs of at most 64 tokens
+sampler = MinibatchSampler(lengths, 4 // world, 64, **how)  # four samples a step, packs of 64 tokens
 
 
 def collate(pack):

@@ -70,7 +70,7 @@ class SampleSums:
         group.
 
             chosen, rejected = found[pair]  # of [-3.0, 0.0] and [-1.0, -2.5] both ranks get [-4.0, -2.5]
-            logp = own[pair] + (found[pair] - own[pair]).detach()  # the sums' values, this rank's tokens' gradients
+            logp = own[pair] + (found[pair] - own[pair]).detach()  # gradients of this rank's tokens
 
         A loss made of these is there on each of the ranks: report it on one, or divided among them.
 
