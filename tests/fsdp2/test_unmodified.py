@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,12 @@ ENDS = {  # of a program: its status, and the last line
     "raise SystemExit(3)": (["--strict"], 3, "no model of FSDP2 ran in this process, so nothing was changed"),
     "import sys; sys.exit()": (["--strict"], 1, "nothing was trained by on-demand communication, as --strict wants"),
     "import os, sys; os.chdir('/'); open(__file__); assert os.getcwd() not in sys.path": ([], 0, "so nothing was"),
+    # It dies with its parent: this is PR_GET_PDEATHSIG.
+    "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); raise SystemExit(n.value)": (
+        [],
+        signal.SIGKILL,
+        "so nothing was changed",
+    ),
 }
 
 
@@ -157,7 +164,8 @@ def test_a_program_ends_as_by_python(text: str, tmp_path: Path) -> None:
     flags, status, said = ENDS[text]
     (tmp_path / "program.py").write_text(text)
     command = [sys.executable, "-m", "odc_triton.run", *flags, "program.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "as under torchrun"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == status, done.stderr
     assert said in done.stderr.splitlines()[-1]
 

@@ -8,6 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from .launch import die_with_parent
+
 _STRICT = "an error if a model stays on plain FSDP2, or if none was trained by on-demand communication"
 _EAGER = "sum gradients in the backward in which FSDP2 would, for programs whose hooks need them there"
 
@@ -28,7 +30,9 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def run_program(options: argparse.Namespace) -> None:
-    """Runs it as this process's `__main__`."""
+    """Runs it as this process's `__main__`. As torchrun's rank it dies with torchrun, whose store it might wait for."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
     from ...fsdp2.unmodified import Unmodified, say
 
     sys.argv = [options.script, *options.arguments]
