@@ -200,7 +200,7 @@ class Protocol(Member):
         purpose = f"leave minibatch {self.number}"
         if _is_fatal(error):
             self.give_up(purpose, error)
-            return
+            raise error
         parts: dict[str, str] = {}
         try:
             self.drain(f"the microbatches of minibatch {self.number}")
