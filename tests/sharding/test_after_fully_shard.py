@@ -33,6 +33,13 @@ def test_parameters_added_after_fully_shard() -> None:
         pass
 
 
+def test_a_parameter_added_to_one_of_a_list() -> None:
+    one, other = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    one.register_parameter("late", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(MinibatchFailed, match="late was added after fully_shard"):
+        minibatch(other).__enter__()
+
+
 def _in_a_child() -> tuple[dict[str, str], bool]:
     """What a forked process is told, and whether the parent's weights are as they were."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)  # without a thread
