@@ -207,7 +207,10 @@ def _file(contents: Iterable[bytes]) -> int:
     offset = 0
     try:
         for content in contents:
-            offset += os.pwrite(fd, content, offset)
+            left = memoryview(content)
+            while left:  # one call writes 2 GiB at most
+                written = os.pwrite(fd, left, offset)
+                left, offset = left[written:], offset + written
             offset = aligned(offset)
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     finally:
