@@ -84,7 +84,8 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
     """
     engine = _require_base(base, grid, device)
     of = {id(each.sharded): each for each in engine.parameters}
-    lenders = {plain(name): of[id(value)] for name, value in base.named_parameters(remove_duplicate=False)}
+    named = base.named_parameters(remove_duplicate=False)
+    lenders = {plain(name): of[id(value)] for name, value in named if id(value) in of}
     loan = Loan(base=engine, found=[], shards=[])
     own: list[tuple[FoundParameter, ParameterSpec]] = []
     for entry, spec in zip(described.found, described.specs, strict=True):

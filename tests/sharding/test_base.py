@@ -182,6 +182,17 @@ def _saved(rank: int, world: int, dtype: torch.dtype, groups: list[list[int]], f
     return found
 
 
+def test_parameters_that_the_base_does_not_shard_stay_this_models() -> None:
+    base, model = (nn.Linear(2, 2).requires_grad_(False) for _ in range(2))
+    model.load_state_dict(base.state_dict())
+    fully_shard(base, ignored_params={base.bias})
+    fully_shard(model, base=base, ignored_params={bias := model.bias})
+    assert model.bias is bias
+    other = nn.Linear(2, 2, device="meta").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"bias is frozen and base, a Linear, has no such parameter"):
+        fully_shard(other, base=base)
+
+
 def _files(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
