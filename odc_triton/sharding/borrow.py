@@ -83,6 +83,7 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
     trains here.
     """
     engine = _require_base(base, grid, device)
+    engine.publication.wait()
     of = {id(each.sharded): each for each in engine.parameters}
     named = base.named_parameters(remove_duplicate=False)
     lenders = {plain(name): of[id(value)] for name, value in named if id(value) in of}
@@ -121,7 +122,6 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
         loan.shards.append(BorrowedShard(lender.shard, engine, spec, grid))
     described.found, described.specs = [entry for entry, _ in own], [spec for _, spec in own]
     _copy_buffers(base, root)
-    engine.publication.wait()
     return loan
 
 

@@ -193,6 +193,16 @@ def test_parameters_that_the_base_does_not_shard_stay_this_models() -> None:
         fully_shard(other, base=base)
 
 
+def test_values_are_compared_once_the_base_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    base = fully_shard(nn.Linear(2, 2, bias=False).requires_grad_(False))
+    publication, wanted = base._odc_engine.publication, model.weight.detach().clone()
+    # As an owner that publishes later than this rank.
+    monkeypatch.setattr(publication, "wait", lambda: base.weight.to_local().copy_(wanted))
+    fully_shard(model, base=base)
+    assert torch.equal(model.weight.full_tensor(), wanted)
+
+
 def _files(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
