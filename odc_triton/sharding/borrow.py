@@ -144,5 +144,6 @@ def _copy_buffers(base: nn.Module, root: nn.Module) -> None:
             if buffer is None or found is None or not buffer.is_meta:
                 continue
             if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
-                raise ValueError(f"buffer {key} is {buffer.dtype} here and {found.dtype} in base: cast parameters only")
+                mine, theirs = (f"{list(each.shape)} in {each.dtype}" for each in (buffer, found))
+                raise ValueError(f"buffer {key} is {mine} here and {theirs} in base: cast parameters only")
             module._buffers[key] = found.clone()

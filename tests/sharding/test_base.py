@@ -203,6 +203,14 @@ def test_values_are_compared_once_the_base_has_them(monkeypatch: pytest.MonkeyPa
     assert torch.equal(model.weight.full_tensor(), wanted)
 
 
+def test_a_buffer_on_the_meta_device_of_another_shape() -> None:
+    base, model = (nn.BatchNorm1d(size, affine=False) for size in (2, 3))
+    base.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    fully_shard(base)
+    with pytest.raises(ValueError, match=r"running_.* is \[3\] in .*float32 here and \[2\] in .*float32 in base"):
+        fully_shard(model.to("meta"), base=base)
+
+
 def _files(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
