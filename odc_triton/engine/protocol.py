@@ -206,8 +206,8 @@ class Protocol(Member):
             self.drain(f"the microbatches of minibatch {self.number}")
             parts = self._parts(lambda each: each.exit())
         except Exception as raised:
-            if error is None and _is_fatal(raised):
-                self.give_up(purpose, raised)
+            if _is_fatal(raised):
+                self.give_up(purpose, error or raised)
                 raise
             error = error or raised
         touched = [place for place, shard in enumerate(self.shards) if shard.touched]

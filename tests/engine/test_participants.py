@@ -123,6 +123,17 @@ def test_a_rank_that_waited_in_vain_for_a_peer_in_leave_raises_that() -> None:
     assert model._odc_engine.is_broken
 
 
+def test_a_device_that_is_late_after_an_error_ends_the_job() -> None:
+    """It may still add: to the sums of the next minibatch."""
+    model, probe = fully_shard(nn.Linear(2, 2)), Probe(0)
+    model._odc_engine.register(probe)
+    probe.fails["exit"] = DeadlineExceeded([], "the device was still busy")
+    with pytest.raises(DeadlineExceeded, match="still busy") as caught, minibatch(model, tokens=1):
+        raise ValueError("of a microbatch")
+    assert "of a microbatch" in str(caught.value.__context__)
+    assert model._odc_engine.is_broken
+
+
 def test_two_of_one_name_and_one_in_a_minibatch_are_refused() -> None:
     engine = fully_shard(nn.Linear(2, 2))._odc_engine
     engine.register(Probe(0))
