@@ -56,7 +56,7 @@ def read_config(source: str) -> Any:
     """Transformers' config from a folder, a config.json or a hub id. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
-    source = base_of(source) or source
+    source = base_of(source) or str(source)
     with reading(source):
         if Path(source).is_file():
             read_json_object(source, "give the config.json of a model")

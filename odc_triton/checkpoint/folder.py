@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointCorrupt
-from ..base.files import put_in_place, sync_folder
+from ..base.files import put_in_place, read_json_object, sync_folder
 from ..engine.api import engine_of
 from . import base_model, dcp, training_state
 from .dcp import DigestedFiles, Written
@@ -274,7 +274,12 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
 
 def read_state(path: Path) -> dict[str, Any]:
     """The `state` given to `write_checkpoint`; {} for a plain DCP folder. Raises CheckpointCorrupt."""
-    return json.loads((path / _STATE).read_bytes()) if _manifest(path) else {}
+    if _manifest(path) is None:
+        return {}
+    try:
+        return read_json_object(path / _STATE, _REMEDY)
+    except ValueError as error:
+        raise CheckpointCorrupt(str(error)) from error
 
 
 def verify(path: str | os.PathLike) -> None:

@@ -48,6 +48,7 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     model: a folder or hub id, for its weights.
     init: a config instead, for random weights.
     """
+    _require_one(model, init)
     if init is not None:
         return _made(read_config(init), init)
     assert model is not None, "of the two one is given"
@@ -58,8 +59,13 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     config = read_config(model)
     refuse_quantised(model, config.to_dict())
     auto = auto_class(config)
-    with reading(model), quietly():
+    with reading(str(model)), quietly():
         return auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+
+
+def _require_one(model: str | None, init: str | None) -> None:
+    if (model is None) == (init is None):
+        raise ValueError("give either model (pretrained) or init (random weights)")
 
 
 def auto_class(config: Any, *, scores: bool = False) -> Any:
@@ -90,8 +96,7 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None, scores:
     init: a config instead.
     scores: a sequence classifier of one label instead, whose score the files may lack.
     """
-    if (model is None) == (init is None):
-        raise ValueError("give either model (pretrained) or init (random weights)")
+    _require_one(model, init)
     if init is not None:
         config = read_config(init)
         config._name_or_path = ""  # only the run's checkpoints have these weights

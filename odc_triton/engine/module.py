@@ -6,6 +6,7 @@ Each method of FSDP2's `FSDPModule` works, is a documented no-op, or is refused.
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
@@ -144,8 +145,8 @@ class ODCModule(nn.Module if TYPE_CHECKING else object):
 
         On the root it is for all units. A minibatch raises ValueError if units have different ones.
         """
-        if not factor > 0:
-            raise ValueError(f"factor is {factor}; it must be positive")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor is {factor}; it must be finite and above 0")
         for unit in self._odc_engine.units if self._odc_unit.is_root else [self._odc_unit]:
             unit.divide_factor = float(factor)
         self._odc_engine.divide_factor = float(factor)

@@ -200,14 +200,14 @@ class Protocol(Member):
         purpose = f"leave minibatch {self.number}"
         if _is_fatal(error):
             self.give_up(purpose, error)
-            return
+            raise error
         parts: dict[str, str] = {}
         try:
             self.drain(f"the microbatches of minibatch {self.number}")
             parts = self._parts(lambda each: each.exit())
         except Exception as raised:
-            if error is None and _is_fatal(raised):
-                self.give_up(purpose, raised)
+            if _is_fatal(raised):
+                self.give_up(purpose, error or raised)
                 raise
             error = error or raised
         touched = [place for place, shard in enumerate(self.shards) if shard.touched]

@@ -456,10 +456,9 @@ class Zeros:
 
     @torch.no_grad()
     def __init__(self, shards: Sequence[Shard]) -> None:
-        places = [place for place, shard in enumerate(shards) if shard.has_gradient]
-        used = [g.to_local().any() for each in places if isinstance(g := shards[each].sharded.grad, DTensor)]
-        used = torch.stack(used).tolist() if used else []
-        self._zeroed = {place: not any_used for place, any_used in zip(places, used, strict=True)}
+        gradients = {place: g for place, each in enumerate(shards) if isinstance(g := each.sharded.grad, DTensor)}
+        used = torch.stack([g.to_local().any() for g in gradients.values()]).tolist() if gradients else []
+        self._zeroed = {place: not any_used for place, any_used in zip(gradients, used, strict=True)}
 
     def lost(self, shards: Sequence[Shard]) -> set[Shard]:
         """Those whose gradient goes although no optimizer has taken it."""

@@ -333,7 +333,7 @@ class Passes(Participant):
 
     def _refuse_added(self) -> None:
         """Raises for parameters that came after fully_shard: each rank would train its own copy of them."""
-        for root in [unit.module for unit in self._units if unit.is_root]:
+        for root in [each.module for each in self._units if each.is_root] or [each.module for each in self._units]:
             known = {id(each) for parameter in self._parameters for each in (parameter.sharded, parameter.leaf)}
             for name, value in root.named_parameters():
                 if value.requires_grad and id(value) not in known and id(value) not in self._ignored:

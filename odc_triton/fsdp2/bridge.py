@@ -367,8 +367,8 @@ def _check_options(model: Any, divide_factor: Any) -> None:
             f"{type(model).__name__} trains by on-demand communication already, by use_odc or odc_triton.run: call "
             f"use_odc once, before the first forward"
         )
-    if divide_factor is not None and not (isinstance(divide_factor, (int, float)) and divide_factor > 0):
-        raise ValueError(f"divide_factor is {divide_factor!r}; it must be a positive number")
+    if divide_factor is not None and not (isinstance(divide_factor, (int, float)) and 0 < divide_factor < float("inf")):
+        raise ValueError(f"divide_factor is {divide_factor!r}; it must be a finite number above 0")
 
 
 def _divide_factor(units: list[FsdpUnit], given: float | None) -> float | None:

@@ -100,7 +100,7 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
         )
     engine.refuse_borrowed("offer_policy", "offer the base, and give readers adapters by save_pretrained")
     engine.publication.max_lag_s = max_lag
-    server = None
+    server, failure = None, None
     pids = [theirs["pid"] for theirs in engine.exchange("offer the policy", {"pid": os.getpid()})]
     message: dict[str, Any] = {"address": None}
     if engine.rank == 0:
@@ -108,9 +108,11 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
         try:
             server = _OfferServer(engine.publication, files=_Contents(model).files(), **own)
             message["address"] = server.address
-        except NotImplementedError as error:  # raised below, once the other ranks know it
-            message["problem"] = str(error)
+        except Exception as error:  # raised below, once the other ranks know it
+            failure, message["problem"] = error, str(error)
     message = engine.exchange("offer the policy", message)[0]
+    if failure is not None:
+        raise failure
     if "problem" in message:
         raise NotImplementedError(message["problem"])
     return PolicyOffer(message["address"], server, model)
@@ -207,7 +209,10 @@ def _file(contents: Iterable[bytes]) -> int:
     offset = 0
     try:
         for content in contents:
-            offset += os.pwrite(fd, content, offset)
+            left = memoryview(content)
+            while left:  # one call writes 2 GiB at most
+                written = os.pwrite(fd, left, offset)
+                left, offset = left[written:], offset + written
             offset = aligned(offset)
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     finally:

@@ -83,8 +83,10 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
     trains here.
     """
     engine = _require_base(base, grid, device)
+    engine.publication.wait()
     of = {id(each.sharded): each for each in engine.parameters}
-    lenders = {plain(name): of[id(value)] for name, value in base.named_parameters(remove_duplicate=False)}
+    named = base.named_parameters(remove_duplicate=False)
+    lenders = {plain(name): of[id(value)] for name, value in named if id(value) in of}
     loan = Loan(base=engine, found=[], shards=[])
     own: list[tuple[FoundParameter, ParameterSpec]] = []
     for entry, spec in zip(described.found, described.specs, strict=True):
@@ -120,7 +122,6 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
         loan.shards.append(BorrowedShard(lender.shard, engine, spec, grid))
     described.found, described.specs = [entry for entry, _ in own], [spec for _, spec in own]
     _copy_buffers(base, root)
-    engine.publication.wait()
     return loan
 
 
@@ -143,5 +144,6 @@ def _copy_buffers(base: nn.Module, root: nn.Module) -> None:
             if buffer is None or found is None or not buffer.is_meta:
                 continue
             if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
-                raise ValueError(f"buffer {key} is {buffer.dtype} here and {found.dtype} in base: cast parameters only")
+                mine, theirs = (f"{list(each.shape)} in {each.dtype}" for each in (buffer, found))
+                raise ValueError(f"buffer {key} is {mine} here and {theirs} in base: cast parameters only")
             module._buffers[key] = found.clone()

@@ -110,9 +110,10 @@ def fully_shard(
     differ, DeadlineExceeded if a rank does not come.
     """
     modules = _outermost(module) if isinstance(module, (list, tuple)) else [module]
+    ignored = set() if ignored_params is None else set(ignored_params)
     for each in modules:
-        _check_options(each, mp_policy, reshard_after_forward, ignored_params)
-        _check_placements(each, shard_placement_fn, ignored_params or set())
+        _check_options(each, mp_policy, reshard_after_forward, ignored)
+        _check_placements(each, shard_placement_fn, ignored)
     timeout = timedelta_of(timeout)
     offloads = type(offload_policy) is not OffloadPolicy  # that one is FSDP2's default, and means none
     _refuse_given(dp_mesh_dims=dp_mesh_dims, offload_policy=offload_policy if offloads else None)
@@ -141,10 +142,8 @@ def fully_shard(
             if "bitsandbytes" in sys.modules:
                 from ..nn.packed import prepare
 
-                prepare(root, ignored_params or ())
-            described = describe(
-                root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
-            )
+                prepare(root, ignored)
+            described = describe(root, grid.mesh, policy, ignored, home=device.mesh_device, exact=exact, units=units)
             loan = None if base is None else borrow(base, described, root, device=device, grid=grid)
             if loan is not None:
                 barrier.guards.append(loan.base.require_peers)
@@ -268,7 +267,7 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, igno
     check_policy(mp_policy)
     if not isinstance(reshard_after_forward, (bool, int, type(None))):
         raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
-    for parameter in ignored_params or ():
+    for parameter in ignored_params:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")
 

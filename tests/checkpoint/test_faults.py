@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint.dcp import read_metadata
+from odc_triton.checkpoint.folder import Manifest, read_state
 from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
 from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
@@ -238,6 +239,15 @@ def test_a_changed_bit_in_any_file_is_found(tmp_path: Path) -> None:
             verify(path)
         file.write_bytes(good)
     verify(path)
+
+
+def test_a_damaged_state_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """Also on a rank that checks the digests of other files."""
+    (tmp_path / "manifest.json").write_bytes(Manifest(number=0, step=1, world=1, files={}).to_json())
+    for damaged in (b'{"step": 1', b"\xff{}", b"[]"):
+        (tmp_path / "state.json").write_bytes(damaged)
+        with pytest.raises(CheckpointCorrupt, match=r"state\.json .*continue from an older one"):
+            read_state(tmp_path)
 
 
 def test_pickles_are_not_run(plain: Plain, tmp_path: Path) -> None:

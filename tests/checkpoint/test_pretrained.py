@@ -210,6 +210,20 @@ def test_no_private_copy(tmp_path: Path) -> None:
         assert saving < (3 * largest_bytes + 8e6 if rank == 0 else 2e6), (rank, saving)
 
 
+def test_one_source_which_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder := Path("a", "model")).mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN2))
+    for given in ({"model": folder}, {"init": folder / "config.json"}):
+        assert type(meta_causal_lm(**given)).__name__ == "Qwen2ForCausalLM"
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # which is transformers'
+        load_causal_lm(model=folder, init=None)  # pyright: ignore[reportArgumentType]
+    for load in (meta_causal_lm, load_causal_lm):
+        for both in (None, "a/model"):
+            with pytest.raises(ValueError, match="give either model"):
+                load(model=both, init=both)
+
+
 def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}})

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as hooks
 
-from odc_triton import begin_minibatch, end_minibatch, full_parameters, fully_shard, minibatch, publish
+from odc_triton import begin_minibatch, end_minibatch, full_parameters, fully_shard, minibatch, publish, use_odc
 from tests.support import ranks
 from tests.support.gradients import gradients_of
 from tests.support.refusals import caught, net
@@ -151,6 +152,8 @@ def _calls(rank: int, world: int) -> None:
         (lambda: copy.deepcopy(nn.Sequential(model)), "TypeError: a sharded model can't be copied.*full_parameters"),
         (lambda: torch.save(model, io.BytesIO()), "TypeError: a sharded model can't be pickled.*state_dict"),
         (lambda: model.set_gradient_divide_factor(0), "ValueError: factor is 0"),
+        (lambda: model.set_gradient_divide_factor(math.inf), "ValueError: factor is inf"),
+        (lambda: use_odc(net(), divide_factor=math.inf), "ValueError: divide_factor is inf"),
         (
             one_units_factor,
             "MinibatchFailed.*units have different gradient divide factors, 2.0, None: call .* on the root",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from odc_triton import fully_shard, minibatch
-from odc_triton.base.errors import OdcError, RanksDiffer
+from odc_triton.base.errors import DeadlineExceeded, OdcError, RanksDiffer
 from odc_triton.engine.minibatch import Participant
 from tests.support import ranks
 from tests.support.refusals import caught
@@ -112,6 +112,26 @@ def test_hooks_and_their_errors() -> None:
         assert (calls, has_gradient) == (entry[:1], False)
         assert "rank 1: TypeError: the message of 'split': Object of type set is not JSON serializable" in text
         assert found["settle"] == (whole, "Refused: it does not fit", False)
+
+
+def test_a_rank_that_waited_in_vain_for_a_peer_in_leave_raises_that() -> None:
+    model, probe = fully_shard(nn.Linear(2, 2)), Probe(0)
+    model._odc_engine.register(probe)
+    probe.fails["leave"] = DeadlineExceeded([1], "the lock of rank 1")
+    with pytest.raises(DeadlineExceeded, match="the lock of rank 1"), minibatch(model, tokens=1):
+        pass
+    assert model._odc_engine.is_broken
+
+
+def test_a_device_that_is_late_after_an_error_ends_the_job() -> None:
+    """It may still add: to the sums of the next minibatch."""
+    model, probe = fully_shard(nn.Linear(2, 2)), Probe(0)
+    model._odc_engine.register(probe)
+    probe.fails["exit"] = DeadlineExceeded([], "the device was still busy")
+    with pytest.raises(DeadlineExceeded, match="still busy") as caught, minibatch(model, tokens=1):
+        raise ValueError("of a microbatch")
+    assert "of a microbatch" in str(caught.value.__context__)
+    assert model._odc_engine.is_broken
 
 
 def test_two_of_one_name_and_one_in_a_minibatch_are_refused() -> None:

@@ -87,3 +87,11 @@ def test_a_gradient_is_not_used_before_the_end() -> None:
         assert first.startswith("MinibatchFailed: ")
         assert "rank 0: RuntimeError: p.grad of weight was assigned inside the minibatch" in first
         assert second == "nothing was raised"
+
+
+def test_a_plain_tensor_as_gradient_is_dropped_at_the_entry() -> None:
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    model.weight.grad = torch.ones(2, 2)  # torch lets it
+    with minibatch(model, tokens=1):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.to_local().tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -20,7 +20,7 @@ from odc_triton import PolicyUnavailable, full_parameters, fully_shard, minibatc
 from odc_triton.checkpoint import load_pretrained_shards
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.publication import Publication
-from odc_triton.policy.offer import PolicyOffer, _OfferServer
+from odc_triton.policy.offer import PolicyOffer, _Contents, _file, _OfferServer
 from odc_triton.policy.reader import PolicyReader
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S, until
@@ -334,6 +334,31 @@ def test_what_can_not_be_offered() -> None:
     model._odc_engine.heap.device = torch.device("cuda")
     with pytest.raises(NotImplementedError, match=r"the model is on cuda, .* sample with the model"):
         offer_policy(model)
+
+
+def test_why_rank_0_offers_nothing_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = fully_shard(nn.Linear(2, 2)), []
+    engine = model._odc_engine
+    exchange = engine.exchange
+    monkeypatch.setattr(engine, "exchange", lambda purpose, message: said.append(message) or exchange(purpose, message))
+
+    def files(self: object) -> list[int]:
+        raise RuntimeError("no values for weight")
+
+    monkeypatch.setattr(_Contents, "files", files)
+    with pytest.raises(RuntimeError, match="no values for weight"):
+        offer_policy(model)
+    assert said[1]["problem"] == "no values for weight"
+
+
+def test_a_tensor_that_is_not_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux writes 2 GiB at most."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, bytes(data[:100]), offset))
+    contents = [bytes(range(250)), b"", b"the next"]
+    fd = _file(contents)
+    assert os.pread(fd, 1000, 0) == contents[0].ljust(256, b"\0") + contents[2]
+    os.close(fd)
 
 
 def _pins(address: str, ready: Any) -> None:

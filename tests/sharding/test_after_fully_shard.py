@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
 
 from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch, publish
 from tests.support import ranks
@@ -31,6 +32,19 @@ def test_parameters_added_after_fully_shard() -> None:
     model[0].late.requires_grad_(False)
     with minibatch(model):
         pass
+
+
+def test_a_parameter_added_to_one_of_a_list() -> None:
+    one, other = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    one.register_parameter("late", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(MinibatchFailed, match="late was added after fully_shard"):
+        minibatch(other).__enter__()
+
+
+def test_ignored_parameters_may_come_from_an_iterator() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model, ignored_params=(each for each in [model.bias]))  # pyright: ignore[reportArgumentType]
+    assert [isinstance(each, DTensor) for each in (model.weight, model.bias)] == [True, False]
 
 
 def _in_a_child() -> tuple[dict[str, str], bool]:

@@ -182,6 +182,35 @@ def _saved(rank: int, world: int, dtype: torch.dtype, groups: list[list[int]], f
     return found
 
 
+def test_parameters_that_the_base_does_not_shard_stay_this_models() -> None:
+    base, model = (nn.Linear(2, 2).requires_grad_(False) for _ in range(2))
+    model.load_state_dict(base.state_dict())
+    fully_shard(base, ignored_params={base.bias})
+    fully_shard(model, base=base, ignored_params={bias := model.bias})
+    assert model.bias is bias
+    other = nn.Linear(2, 2, device="meta").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"bias is frozen and base, a Linear, has no such parameter"):
+        fully_shard(other, base=base)
+
+
+def test_values_are_compared_once_the_base_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    base = fully_shard(nn.Linear(2, 2, bias=False).requires_grad_(False))
+    publication, wanted = base._odc_engine.publication, model.weight.detach().clone()
+    # As an owner that publishes later than this rank.
+    monkeypatch.setattr(publication, "wait", lambda: base.weight.to_local().copy_(wanted))
+    fully_shard(model, base=base)
+    assert torch.equal(model.weight.full_tensor(), wanted)
+
+
+def test_a_buffer_on_the_meta_device_of_another_shape() -> None:
+    base, model = (nn.BatchNorm1d(size, affine=False) for size in (2, 3))
+    base.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    fully_shard(base)
+    with pytest.raises(ValueError, match=r"running_.* is \[3\] in .*float32 here and \[2\] in .*float32 in base"):
+        fully_shard(model.to("meta"), base=base)
+
+
 def _files(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
