@@ -240,7 +240,7 @@ class Loop:
         how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
         self.clock.begin()
         self.background.wait(quiet_s=0.0)  # what it saves may still need the former best one
-        if run.options.keep_best:
+        if run.options.keep_best and run.state.best_step:
             self.checkpoints.best = self._best
         if self._in_background and not ends:
             self.background.save(**how)
