@@ -73,6 +73,8 @@ SFT: list[tuple[dict[str, Any], str]] = [
 GRPO: list[tuple[dict[str, Any], str]] = [
     ({"reward": ("vowels",)}, "give module:function"),
     ({"reward": ("a:b", "a:c"), "reward_weight": (1.0,)}, "one weight for each reward"),
+    ({"reward_weight": (math.nan,)}, "--reward-weight is nan; it must be finite"),
+    ({"reward_weight": (-math.inf,)}, "--reward-weight is -inf; it must be finite"),
     ({"reward": ()}, "--reward is missing"),
     ({"reward_timeout_s": 0.0}, "--reward-timeout-s is 0.0; it must be positive"),
     ({"generations": 1}, "at least 2"),
