@@ -149,6 +149,10 @@ def test_rollouts_overlap_where_they_can(changes: dict[str, Any], overlaps: bool
     assert options.overlaps == overlaps
 
 
+def test_one_tracker_needs_no_tuple() -> None:
+    assert sft_case.case(HERE.parent, data=str(HERE), report_to="wandb", run_name="a").report_to == ("wandb",)
+
+
 def test_what_is_chosen_by_the_device() -> None:
     """The dtype; and that activations are recomputed, where those of a pack would take 4.95 GB or more of 16."""
     on = {"data": str(HERE), "token_cap": 4096}
