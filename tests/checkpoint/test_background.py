@@ -24,7 +24,7 @@ from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
 from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
-from tests.support.deadlines import SHORT_S
+from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -172,6 +172,17 @@ def test_a_second_save_waits_for_the_first_and_says_so(
     background.wait()
     assert capsys.readouterr().out == ""
     assert [path.name for path in background.checkpoints.all()] == [first.name, "step-00000002"]
+
+
+def test_what_all_have_written_at_the_deadline_is_whole(
+    alone: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("odc_triton.jobs.checkpoints.background._NAP_S", LONG_S)
+    model, optimizer, background = alone
+    monkeypatch.setattr(engine_of(model).barrier, "timeout_s", -1.0)
+    background.save(optimizer=optimizer, state={}, step=1)
+    background.wait()
+    assert [path.name for path in background.checkpoints.all()] == ["step-00000001"]
 
 
 def test_closing_drops_what_is_not_written(alone: tuple, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from odc_triton import full_parameters
 from odc_triton.checkpoint.folder import Manifest
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from odc_triton.jobs.data.tokenizer import train_tokenizer
+from odc_triton.tools.cli import export
 from odc_triton.tools.cli.command import main
 from tests.support import ranks
 from tests.support.checkpointed import make, train
@@ -131,6 +132,28 @@ def test_a_run_removes_it_meanwhile(
         assert torch.equal(value, saved[1][name])
     (next_one / "random-0.json").unlink()  # damaged and there: no other is taken
     assert main([*command, str(tmp_path / "other")]) == 1
+
+
+def test_the_best_one_may_be_replaced_meanwhile(
+    tmp_path: Path, saved: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, gone = shutil.copytree(saved[0], tmp_path / "run"), [tmp_path / "run" / "step-00000000"]
+    monkeypatch.setattr(export, "_best_or", lambda newest: gone.pop() if gone else newest)
+    build("gpt2-tied").config.save_pretrained(tmp_path / "config")
+    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert f"the run has removed {run / 'step-00000000'} meanwhile" in (said := capsys.readouterr().out)
+    assert f"has the model of {run / 'step-00000002'}\n" in said
+
+
+@pytest.mark.parametrize(("best", "step"), [(3, 3), (4, 5), (0, 5)], ids=["there", "gone", "none yet"])
+def test_which_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int, step: int) -> None:
+    """Before the first evaluation none is, also not that of step 0, of a run stopped in its first rollout."""
+    for each in (0, 3, 5):
+        (tmp_path / f"step-{each:08d}").mkdir()
+    state = {"identity": {"keep_best": True}, "state": {"best_step": best}}
+    monkeypatch.setattr("odc_triton.checkpoint.folder.read_state", lambda _: state)
+    assert export._best_or(tmp_path / "step-00000005").name == f"step-{step:08d}"
 
 
 def _killed(rank: int, world: int, moment: str, command: list[str]) -> None:

@@ -199,6 +199,21 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
     until(lambda: not any(map(leftovers.is_running, pids)))
 
 
+def test_a_closed_pipe_fails_no_rank_that_is_done():
+    """Its output goes to `head`, which has ended."""
+    code = """
+import os
+from odc_triton.jobs.launcher import launch
+reads, writes = os.pipe()
+os.dup2(writes, 1)
+os.close(reads)
+print("done")
+launch.end_process(0)
+"""
+    buffered = environment() | {"PYTHONUNBUFFERED": ""}
+    assert subprocess.run([sys.executable, "-c", code], env=buffered, timeout=LONG_S).returncode == 0
+
+
 def test_exit_functions_are_not_waited_for():
     code = """
 import atexit, time

@@ -66,6 +66,12 @@ def test_templates_and_maps_are_of_a_runs_identity(tmp_path: Path):
     assert one["map"] == case(tmp_path, map=("c=d", "a=b")).identity(2)["map"] == ["a=b", "c=d"]
 
 
+def test_a_prompt_is_text_that_utf_8_can_hold(tmp_path: Path):
+    path = write_lines(tmp_path / "prompts.jsonl", {"prompt": "a"}, {"prompt": "b\ud800"})
+    with pytest.raises(DataError, match=r"prompts.jsonl, line 2: 'prompt' has half a surrogate pair at character 1"):
+        read_prompts(str(path), make_tokenizer(None), most_tokens=99)
+
+
 def test_wrong_templates(tmp_path: Path):
     file = tmp_path / "t.jinja"
     file.write_text("{% for message in messages %}\n{{ message. }}")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from odc_triton.jobs.train.grpo_run import GrpoRun
+from odc_triton.jobs.train.loop import Loop
 from odc_triton.jobs.train.run import RunState
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sft_run import SftRun
@@ -111,3 +112,11 @@ def test_which_reward_is_better() -> None:
     run.was_skipped = True
     GrpoRun.judge(run, {"eval_reward": 1.0})
     assert run.state.best_step == 4, "the weights are those of another step"
+
+
+@pytest.mark.parametrize("best_step", [0, 4])
+def test_only_what_was_evaluated_is_kept(best_step: int) -> None:
+    loop = mock.Mock()
+    loop.checkpoints.best, loop.run.state = None, RunState(best_step=best_step)
+    Loop._save(loop, prune=True, ends=True)
+    assert (loop.checkpoints.best is not None) == bool(best_step)

@@ -73,6 +73,8 @@ SFT: list[tuple[dict[str, Any], str]] = [
 GRPO: list[tuple[dict[str, Any], str]] = [
     ({"reward": ("vowels",)}, "give module:function"),
     ({"reward": ("a:b", "a:c"), "reward_weight": (1.0,)}, "one weight for each reward"),
+    ({"reward_weight": (math.nan,)}, "--reward-weight is nan; it must be finite"),
+    ({"reward_weight": (-math.inf,)}, "--reward-weight is -inf; it must be finite"),
     ({"reward": ()}, "--reward is missing"),
     ({"reward_timeout_s": 0.0}, "--reward-timeout-s is 0.0; it must be positive"),
     ({"generations": 1}, "at least 2"),
@@ -145,6 +147,10 @@ def test_a_long_warm_up_is_said(steps: int, said: str) -> None:
 def test_rollouts_overlap_where_they_can(changes: dict[str, Any], overlaps: bool) -> None:
     options = grpo_case.case(HERE.parent, data=str(HERE), **{"overlap_rollout": "auto"} | changes)
     assert options.overlaps == overlaps
+
+
+def test_one_tracker_needs_no_tuple() -> None:
+    assert sft_case.case(HERE.parent, data=str(HERE), report_to="wandb", run_name="a").report_to == ("wandb",)
 
 
 def test_what_is_chosen_by_the_device() -> None:

@@ -99,6 +99,8 @@ def test_a_console_that_cannot_write_a_completion_does_not_end_the_run(monkeypat
             {"Where did time go?": "at most 2.00 times", "What next?": "much idle time"},
         ),
         ({"lora_rank": 4}, [{"loss": 2.0}], {"What next?": "`odc-triton export out --merge --out FOLDER`"}),
+        ({"lora_rank": 4, "out": "my out"}, [{"loss": 2.0}], {"What next?": "`odc-triton export 'my out' --merge --o"}),
+        ({"out": "my out"}, [{"loss": 2.0}], {"What next?": "--config 'my out/run.yaml' --resume"}),
         ({}, [], {"Did it learn?": "no step was taken", "What next?": "`--eval-data FILE` tells"}),
     ],
 )

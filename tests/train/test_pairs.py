@@ -7,7 +7,9 @@ import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import RecordRows
 from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.jobs.train.pairs_options import DpoOptions, OrpoOptions, PairOptions, RewardOptions
-from odc_triton.jobs.train.pairs_run import _Scored
+from odc_triton.jobs.train.pairs_run import PairRun, _Scored
 from odc_triton.plan.order import Mix, in_passes
 from odc_triton.tools.cli import main
 from tests.support import jobs
@@ -229,6 +231,17 @@ def test_a_reward_model_is_scored_where_transformers_scores_it(folder: Path) -> 
         hidden = model.model(torch.from_numpy(row["input_ids"])[None]).last_hidden_state
         scored = model(torch.from_numpy(given["input_ids"])[None]).logits[0]
         torch.testing.assert_close(scored, model.score(hidden)[0, -2])
+
+
+def test_the_targets_of_all_data_are_counted_once_a_step() -> None:
+    counts = mock.PropertyMock(return_value=np.arange(8))
+    run = mock.Mock(data=type("Data", (), {"target_counts": counts})(), mix=Mix((4,)), per_step=6)
+    run.state.step = run.options.seed = 0
+    run._samples.return_value, run._objective.return_value.means.return_value = [*range(8)], {}
+    PairRun.train_step(run)
+    pairs = in_passes(run.mix, 0, 6, seed="pairs 0")
+    assert run.stepped.call_args.args[1] == sum(4 * pair + 1 for pair in pairs)
+    counts.assert_called_once()
 
 
 @pytest.mark.parametrize("job", KINDS)

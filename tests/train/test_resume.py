@@ -7,8 +7,10 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from odc_triton.base.errors import CheckpointFailed
+from odc_triton.comm.barrier import Barrier
+from odc_triton.jobs.checkpoints.steps import Checkpoints
+from odc_triton.jobs.train import loop
 from odc_triton.jobs.train.metrics import MetricsFile, read_metrics
 from odc_triton.jobs.train.run_folder import RunFolder
 from odc_triton.jobs.train.save_clock import SaveClock
@@ -143,6 +148,29 @@ def test_a_last_checkpoint_that_fails_costs_no_model(folder: Path, tmp_path: Pat
     with pytest.warns(UserWarning, match="skipped"):
         (said,) = jobs.train(0, 1, [replace(wanted, steps=2)])
     assert said.startswith("CheckpointCorrupt: no checkpoint in")
+
+
+def test_ranks_wait_while_rank_0_works(folder: Path, tmp_path: Path) -> None:
+    """It alone reads all of a checkpoint before a resume, and alone writes the model: that has no deadline."""
+    works, seen = [], []
+
+    @contextlib.contextmanager
+    def working(_: Barrier) -> Iterator[None]:
+        works.append(True)
+        yield
+        works.pop()
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **how: (seen.append((name, bool(works))), call(*given, **how))[1]
+
+    with (
+        mock.patch.object(Barrier, "working", working),
+        mock.patch.object(Checkpoints, "newest", noted("read", Checkpoints.newest)),
+        mock.patch.object(loop, "save_model", noted("write", loop.save_model)),
+    ):
+        wanted = options(folder, tmp_path, samples_per_rank=4, resume="auto")
+        assert jobs.train(0, 1, [replace(wanted, steps=1), replace(wanted, steps=2)]) == [ENDED, ENDED]
+    assert seen == [("write", True), ("read", True), ("write", True)]
 
 
 def test_runs_that_have_ended(tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ class BackgroundCheckpoints(StepPart):
             self.settle(reports)
             if self._stage is None:
                 return
-            if any(each["late"] for each in messages):
-                late = [rank for rank, each in enumerate(reports) if not each["done"]]
+            late = [rank for rank, each in enumerate(reports) if not each["done"]]
+            if late and any(each["late"] for each in messages):
                 self._drop()
                 raise DeadlineExceeded(
                     late,

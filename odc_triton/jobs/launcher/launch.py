@@ -87,8 +87,9 @@ def end_process(status: int) -> NoReturn:
     late.daemon = True
     late.start()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more, which is no failure of this rank
+            stream.flush()
     os._exit(status)
 
 

@@ -39,6 +39,8 @@ def checked_options(where: str | os.PathLike, pairs: Pairs, kind: type, **others
         raise ValueError(f"{where}: there is no option {'. There is no option '.join(hints_of)}")
     for key, value, text in pairs:
         hint = hints[name := _name(key, former)]
+        if name in found:
+            raise ValueError(f"{where}: {_key(name)} appears twice; keep one")
         if not isinstance(value, str) and isinstance(text, str):
             if text.lower() in typing.get_args(without_none(hint)):
                 value = text.lower()  # YAML takes words for values: off, no, null
@@ -106,7 +108,7 @@ def _value(where: str, value: Any, hint: Any) -> Any:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(typing.get_args(hint))}")
         return value
     if hint is float and type(value) in (int, str):  # YAML takes 1e-5 for text: it wants 1.0e-5
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             return float(value)
     if type(value) is not hint:
         raise ValueError(f"{where} is {value!r}; give {_WANTED[hint]}")

@@ -12,7 +12,7 @@ from typing import Any
 from ...plan.order import Mix, in_passes
 from ..data.messages import read_messages
 from ..data.parts import place_images
-from ..data.records import DataError, content_text, kind_of, names_of
+from ..data.records import DataError, content_text, kind_of, names_of, string
 from ..data.sources import RecordSource, open_source
 from ..data.tokenizer import TextEncoder
 
@@ -125,7 +125,7 @@ def prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
         has = f"it has {names_of(row)}: --map prompt=COLUMN names one of them"
         raise DataError(f"{where}: needs 'prompt', text or messages; {has}")
     if isinstance(row["prompt"], str):
-        return row["prompt"]
+        return string(where, row, "prompt")
     messages, images = place_images(where, row, read_messages(where, row, "prompt"))
     if images:
         raise DataError(f"{where}: the prompt has images, which train grpo does not support; leave it out")

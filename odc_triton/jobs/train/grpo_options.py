@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -144,6 +145,8 @@ class GrpoOptions(RunOptions):
                 f"--reward-weight is given {len(self.reward_weight)} times and --reward {len(self.reward)} times: give "
                 f"one weight for each reward, or none"
             )
+        if wrong := [weight for weight in self.reward_weight if not math.isfinite(weight)]:
+            raise ValueError(f"--reward-weight is {wrong[0]}; it must be finite")
         if self.generations < 2 and self.reward:
             raise ValueError(
                 f"--generations is {self.generations}: a completion is compared with others of the same prompt, so "

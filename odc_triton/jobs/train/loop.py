@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ...base.errors import CheckpointCorrupt, CheckpointFailed, MinibatchFailed, OdcError, RolloutFailed
+from ...base.events import Event
 from ..checkpoints.background import BackgroundCheckpoints
 from ..checkpoints.steps import Checkpoints
 from ..launcher.launch import Interrupted
@@ -21,7 +22,7 @@ from .report_words import in_words
 from .run import Run, Sample, TooManySkipped
 from .save_clock import SaveClock
 from .stop import StopSignal
-from .trackers import END_S, Trackers
+from .trackers import Trackers
 
 OnMetrics = Callable[[Metrics], None]
 ON_ALL_RANKS = (MinibatchFailed, RolloutFailed, TooManySkipped)
@@ -158,7 +159,8 @@ class Loop:
     def _resume(self) -> None:
         run, path, are_damaged = self.run, None, False
         if self._is_first and self.prepared.resumes:
-            newest = self.checkpoints.newest(fallback=True)
+            with run.engine.barrier.working():  # it reads all of a checkpoint
+                newest = self.checkpoints.newest(fallback=True)
             path, are_damaged = None if newest is None else str(newest), newest is None and self.checkpoints.any_folder
         found = run.engine.exchange("find the checkpoint", {"path": path, "are_damaged": are_damaged})[0]
         if found["are_damaged"]:
@@ -238,7 +240,7 @@ class Loop:
         how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
         self.clock.begin()
         self.background.wait(quiet_s=0.0)  # what it saves may still need the former best one
-        if run.options.keep_best:
+        if run.options.keep_best and run.state.best_step:
             self.checkpoints.best = self._best
         if self._in_background and not ends:
             self.background.save(**how)
@@ -259,16 +261,20 @@ class Loop:
                     f"{error} Without --keep-best the same command writes the last step's model"
                 ) from error
         if self._records is not None:
-            trackers, ranks = self._records.trackers, run.engine.world
-            lines = read_metrics(self.out / "metrics.jsonl")
-            summary = in_words(lines, ranks=ranks) + run.end_in_words()
-            trackers.finish(metrics, summary)  # they take it while the model is written
-            folder = save_model(run, self.prepared.tokenizer)
-            write_card(folder, run.identity, [line for line in lines if line["step"] <= run.kept_step])
-            written = write_report(run, lines, events, summary)
-            trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
-            written = ", ".join([*written, "metrics.jsonl"])
-            if is_saved:
-                self.prepared.folder.end(run.state.step)
-            print(f"{summary}\n{written} and {folder.name}/ are in {self.out}")
-        run.engine.exchange("the trained model is written", {})  # rank 0 has read the others' shards
+            with run.engine.barrier.working():  # it reads the others' shards, for any time
+                self._write_all(self._records.trackers, metrics, events, is_saved=is_saved)
+        run.engine.exchange("the trained model is written", {})
+
+    def _write_all(self, trackers: Trackers, metrics: Metrics, events: list[Event], *, is_saved: bool) -> None:
+        run = self.run
+        lines = read_metrics(self.out / "metrics.jsonl")
+        summary = in_words(lines, ranks=run.engine.world) + run.end_in_words()
+        trackers.finish(metrics, summary)  # they take it while the model is written
+        folder = save_model(run, self.prepared.tokenizer)
+        write_card(folder, run.identity, [line for line in lines if line["step"] <= run.kept_step])
+        written = write_report(run, lines, events, summary)
+        trackers.close()
+        written = ", ".join([*written, "metrics.jsonl"])
+        if is_saved:
+            self.prepared.folder.end(run.state.step)
+        print(f"{summary}\n{written} and {folder.name}/ are in {self.out}")

@@ -76,7 +76,7 @@ class PairRun(Run):
         rows = [every[2 * pair + side] for pair in pairs for side in (0, 1)]  # a pair may be of two passes
         objective = self._objective(rows)
         report = self.step(lambda: self._packs(rows, range(len(pairs))), objective, collate=objective.collate)
-        tokens = int(sum(self.data.target_counts[2 * pair : 2 * pair + 2].sum() for pair in pairs))
+        tokens = int(self.data.target_counts.reshape(-1, 2)[pairs].sum())
         epoch = (step + 1) * self.per_step / len(self.mix)
         return self.stepped(start_s, tokens, {"epoch": epoch, **objective.means(report.sums)})
 

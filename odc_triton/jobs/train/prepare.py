@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,7 +114,8 @@ def take_folder(
             made = read(folder)
             identity |= {"prepared": made["prepared"]}
             resumes = folder.take(identity, resume=options.resume)
-            repeat = f"odc-triton train {options.job} --config {folder.file(CONFIG)} --out ANOTHER_FOLDER"
+            config = shlex.quote(str(folder.file(CONFIG)))
+            repeat = f"odc-triton train {options.job} --config {config} --out ANOTHER_FOLDER"
             comment = f"The options of the last start. To train with them again: {repeat}"
             write_config(folder.file(CONFIG), options, comment=comment, ranks=mesh.size())
             before = {"resumes": resumes, "branch": folder.branch, "ended_step": folder.ended_step}

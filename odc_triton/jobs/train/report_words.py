@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from shlex import quote
 
 from ...base.events import Event
 from ..options.options import flag
@@ -110,11 +111,12 @@ def _time(metrics: Sequence[Metrics], events: list[Event]) -> str:
 
 def _next(run: Run, metrics: Sequence[Metrics]) -> str:
     options = run.options
-    command = f"odc-triton {run.kind} --config {options.out}/{CONFIG} --resume auto"
+    command = f"odc-triton {run.kind} --config {quote(f'{options.out}/{CONFIG}')} --resume auto"
     if options.lora_rank:
-        lines = [f"use adapter/ with PEFT; one model of both: `odc-triton export {options.out} --merge --out FOLDER`"]
+        export = f"odc-triton export {quote(options.out)} --merge --out FOLDER"
+        lines = [f"use adapter/ with PEFT; one model of both: `{export}`"]
     else:
-        lines = [f"use model/ with transformers, vLLM and others: `from_pretrained('{options.out}/model')`"]
+        lines = [f"use model/ with transformers, vLLM and others: `from_pretrained({f'{options.out}/model'!r})`"]
     lines.append(f"train it further: `{command} --steps {2 * run.steps}`")
     if options.warmup_steps >= run.steps:
         lines.append(

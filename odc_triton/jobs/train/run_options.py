@@ -205,8 +205,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         plain_paths(self, "data", "eval_data", "out", "resume", "tokenizer", *PATHS)
-        if isinstance(self.data, str):
-            object.__setattr__(self, "data", (self.data,))
+        for name in ("data", "report_to"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, (value,))
         object.__setattr__(self, "map", tuple(sorted(f"{name}={old}" for name, old in columns_of(self.map).items())))
         if self.chat_template is not None:
             read_template(self.chat_template)

@@ -51,13 +51,14 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     path = Path(expanded(checkpoint))
     if (path / ".metadata").exists():
         return _export(path, options)
-    while (newest := newest_in(path) or newest_in(path / "checkpoints")) is not None:
+    while (found := newest_in(path) or newest_in(path / "checkpoints")) is not None:
         try:
-            return _export(_best_or(newest), options)
+            found = _best_or(found)
+            return _export(found, options)
         except (OSError, OdcError):
-            if newest.exists():
+            if found.exists():
                 raise
-        print(f"the run has removed {newest} meanwhile: reading the next one", flush=True)
+        print(f"the run has removed {found} meanwhile: reading the next one", flush=True)
     models = [f"; its model is in {path / name}" for name in ("model", "adapter") if (path / name).is_dir()]
     raise FileNotFoundError(
         f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any{''.join(models)}"
@@ -65,12 +66,13 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
 
 
 def _best_or(newest: Path) -> Path:
-    """The checkpoint of the best evaluation if the run has --keep-best, else the newest one."""
+    """The checkpoint of the best evaluation if the run has --keep-best and one is there, else the newest one."""
     from ...checkpoint.folder import read_state
 
     state = read_state(newest)
-    best = newest.parent / f"step-{state.get('state', {}).get('best_step', 0):08d}"
-    return best if state.get("identity", {}).get("keep_best") and best.is_dir() else newest
+    step = state.get("identity", {}).get("keep_best") and state["state"]["best_step"]
+    best = newest.with_name(f"step-{step or 0:08d}")
+    return best if step and best.is_dir() else newest
 
 
 def _export(path: Path, options: ExportOptions) -> Path:
