@@ -318,7 +318,7 @@ def test_weights_that_do_not_arrive() -> None:
         assert words in second
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8000", "http://"])
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "http://", "http://here:99999", "http://here:x", "http://[::1"])
 def test_addresses(address: str) -> None:
     with pytest.raises(ValueError, match=r"write it as http://127\.0\.0\.1:8000"):
         VllmServer(address)
