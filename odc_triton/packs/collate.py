@@ -213,7 +213,10 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
 
 
 def _ids(values: Any, name: str) -> torch.Tensor:
-    ids = torch.as_tensor(values)
+    try:
+        ids = torch.as_tensor(values)
+    except (TypeError, ValueError) as error:  # text, or lists in lists
+        raise ValueError(f"{name} is no tensor ({error}); give a list or 1-D tensor of one or more integers") from error
     if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point():
         raise ValueError(
             f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; "
