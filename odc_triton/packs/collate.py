@@ -143,7 +143,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         )
     if not pack:
         raise ValueError(f"pack {index} has no samples: leave it out of the list")
-    input_ids, position_ids, labels, segments, documents = [], [], [], [], []
+    input_ids, position_ids, labels, segments, parts = [], [], [], [], []
     texts: dict[int, torch.Tensor] = {}  # of samples in segments, whole
     for place, sample in enumerate(pack):
         where = f"pack {index}, sample {place}"
@@ -177,7 +177,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                     f"sample that ranks share or that shares its prefix only those from 0 up"
                 )
             segments += [None] * int((positions.diff() != 1).sum())  # one for each document
-        documents.append((images, start, stop))
+        parts.append((images, start, stop))
         input_ids.append(ids[start:stop])
         position_ids.append(positions[start:stop])
         labels.append(target[start:stop])
@@ -203,7 +203,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         "max_length_q": longest,
         "max_length_k": longest,
         "target_positions": (shifted != IGNORED).nonzero().flatten(),
-        **join(documents, bounds, f"pack {index}"),
+        **join(parts, bounds, ends.tolist(), f"pack {index}"),
     }
     if any(segments):
         made["shift_labels"], made["segments"] = shifted[None], tuple(segments)
@@ -213,7 +213,10 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
 
 
 def _ids(values: Any, name: str) -> torch.Tensor:
-    ids = torch.as_tensor(values)
+    try:
+        ids = torch.as_tensor(values)
+    except (TypeError, ValueError) as error:  # text, or lists in lists
+        raise ValueError(f"{name} is no tensor ({error}); give a list or 1-D tensor of one or more integers") from error
     if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point():
         raise ValueError(
             f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,17 +105,20 @@ class SampleImages:
         return torch.cat(parts, dim=1)
 
 
-def join(documents: Sequence[tuple[SampleImages | None, int, int]], starts: Sequence[int], where: str) -> PackImages:
-    """The fields of a pack's images, for `documents`: of each its sample's images and tokens [start, stop).
-    `starts`: their first rows in the pack, and its end. See `pack_collate`. Raises ValueError.
+def join(
+    parts: Sequence[tuple[SampleImages | None, int, int]], starts: Sequence[int], bounds: Sequence[int], where: str
+) -> PackImages:
+    """The fields of a pack's images, for its `parts`: of each its sample's images and tokens [start, stop).
+    `starts`: their first rows in the pack, and its end; `bounds`: those of documents, of which a sample may be several.
+    See `pack_collate`. Raises ValueError.
     """
-    if all(images is None for images, _, _ in documents):
+    if all(images is None for images, _, _ in parts):
         return {}
     fields: dict[str, list[Tensor]] = {}
     blocks: list[tuple[int, int, int]] = []
     positions: list[Tensor | None] = []
     types = torch.zeros(starts[-1], dtype=torch.long)
-    for place, ((images, start, stop), (first, _)) in enumerate(zip(documents, pairwise(starts), strict=True)):
+    for place, ((images, start, stop), (first, _)) in enumerate(zip(parts, pairwise(starts), strict=True)):
         here = f"{where}, sample {place}"
         whole = None if images is None else images.positions(here)
         positions.append(None if whole is None else whole[:, start:stop])
@@ -128,11 +132,12 @@ def join(documents: Sequence[tuple[SampleImages | None, int, int]], starts: Sequ
                 )
             fields.setdefault(name, []).append(values)
         for begin, end in images.runs:
-            blocks.append((first, first + begin - start, first + end - start))
-            types[blocks[-1][1] : blocks[-1][2]] = 1
+            begin, end = first + begin - start, first + end - start
+            blocks.append((bounds[bisect_right(bounds, begin) - 1], begin, end))
+            types[begin:end] = 1
     found: Any = {name: torch.cat(values) for name, values in fields.items()}
     if any(each is not None for each in positions):
-        texts = (torch.arange(start, stop).expand(3, -1) for _, start, stop in documents)
+        texts = (torch.arange(start, stop).expand(3, -1) for _, start, stop in parts)
         axes = [text if each is None else each for each, text in zip(positions, texts, strict=True)]
         found["mrope_position_ids"] = torch.cat(axes, dim=1)[:, None]
     if blocks:

@@ -20,6 +20,7 @@ from ..jobs.options.options import (
     require_one_model,
     require_seed,
     require_token_cap,
+    require_writable,
 )
 from ..jobs.reports.trace import (
     BARRIERS,
@@ -69,8 +70,9 @@ class ProfileOptions:
         require_files(self, "init", or_folders=True)
         if self.lengths is not None:
             read_lengths(self.lengths, self.token_cap)
-        if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):
-            raise ValueError(f"--out is {self.out}, which is a file or not empty; give a new folder")
+        require_writable("--out", self.out)
+        if Path(self.out).exists() and any(Path(self.out).iterdir()):
+            raise ValueError(f"--out is {self.out}, which is not empty; give a new folder")
 
 
 def run_profile(options: ProfileOptions) -> dict[str, Any]:

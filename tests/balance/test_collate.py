@@ -73,6 +73,8 @@ def test_labels_default_to_the_input_and_targets_are_counted():
         ([{"tokens": [1]}], r"sample 0 has \['tokens'\]: it needs input_ids"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "sample 0 is padded"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "sample 0 is padded"),
+        ([{"input_ids": [1, 2]}, {"input_ids": "text"}], "sample 1: input_ids is no tensor"),
+        ([{"input_ids": [1, 2], "labels": [1, [2]]}], "sample 0: labels is no tensor"),
         ([{"input_ids": [1, 2], "position_ids": [0]}], "sample 0: 1 position_ids for 2 input_ids"),
         ([{"input_ids": [1, 2], "position_ids": [1, 2], "segment": Segment(0, 0, 2)}], "only those from 0 up"),
         ([{"input_ids": [1, 2], "position_ids": [[0, 1]] * 3}], "sample 0: position_ids has shape"),

@@ -33,6 +33,8 @@ def test_fields_are_joined_and_blocks_are_runs_of_a_document() -> None:
     assert pack["image_blocks"] == ((0, 5, 9), (0, 11, 15), (21, 26, 30))
     assert pack["mm_token_type_ids"].sum() == 12
     assert "mrope_position_ids" not in pack
+    several = samples[0] | {"position_ids": [0, 1, 2, *range(len(samples[0]["input_ids"]) - 3)]}  # of two documents
+    assert pack_collate([[several]])[0]["image_blocks"] == ((3, 5, 9), (3, 11, 15))
     batched = FAMILIES["idefics3"].sample(5, 2, seed=0)
     once = pack_collate([[batched]])[0]
     batched |= {name: batched[name][None] for name in ("pixel_values", "pixel_attention_mask")}

@@ -96,11 +96,12 @@ def test_every_kernel_is_known() -> None:
         ({}, "either --model"),
         ({"init": "a", "minibatches": 0}, "minibatches is 0"),
         ({"init": "a", "token_cap": 1}, "--token-cap is 1"),
+        ({"init": __file__, "out": f"{__file__}/new"}, r"and .*test_profile\.py is a file: give a folder"),
     ],
 )
 def test_bad_options(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ProfileOptions(out="x", **changes)
+        ProfileOptions(**{"out": "x"} | changes)
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

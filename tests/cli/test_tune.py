@@ -272,6 +272,7 @@ def test_experts_by_kernels_have_a_line_for_each_projection(tmp_path: Path) -> N
         ({"operators": "linear,conv"}, "operators has conv; there are linear, qkv"),
         ({"rounds": 0}, "give at least 1"),
         ({"folder": None}, "ODC_TUNED=off"),
+        ({"folder": f"{__file__}/new"}, r"--folder is .*, and .*test_tune\.py is a file: give a folder"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, change: dict, message: str) -> None:

@@ -297,7 +297,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     import trl
 
     from odc_triton import fully_shard
-    from odc_triton.hf import ODCGRPOTrainer
+    from odc_triton.hf import ODCGRPOTrainer, ODCSFTTrainer
 
     case.environment()
     given, model = case.given(), case.sharded()
@@ -343,6 +343,9 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     trl.__version__ = "1.17.0"
     with pytest.raises(ImportError, match=r"written for TRL 1.15 or 1.16, and 1.17.0 is here"):
         ODCGRPOTrainer(model, args=args, **given)
+    trl.__version__ = "1.0.0"  # whose collator masks prompts: packs, which are made without it, would learn them
+    with pytest.raises(ImportError, match=r"ODCSFTTrainer is written for TRL 1.15 or 1.16, and 1.0.0 is here"):
+        ODCSFTTrainer(model)
 
 
 def test_refused(tmp_path: Path) -> None:

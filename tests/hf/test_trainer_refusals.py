@@ -256,6 +256,7 @@ class Streamed(torch.utils.data.IterableDataset):
 def test_arguments_of_8_bit_adamw(tmp_path: Path) -> None:
     args = arguments(str(tmp_path), optim="adamw_bnb_8bit", optim_args="min_8bit_size=16")
     assert ShardedTrainer.get_optimizer_cls_and_kwargs(args)[1]["min_8bit_size"] == 16
-    args.optim_args = "min_8bit_size=16, percentile_clipping=5"
-    with pytest.raises(ValueError, match=r"optim_args is .*percentile_clipping=5': .* takes min_8bit_size only"):
-        ShardedTrainer.get_optimizer_cls_and_kwargs(args)
+    for given in ("min_8bit_size=16, percentile_clipping=5", "min_8bit_size", "min_8bit_size=1e3"):
+        args.optim_args = given
+        with pytest.raises(ValueError, match=rf"optim_args is '{given}': .* takes min_8bit_size=NUMBER only"):
+            ShardedTrainer.get_optimizer_cls_and_kwargs(args)

@@ -24,7 +24,7 @@ from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.jobs.rl.vllm_sampling import sampled
 from odc_triton.jobs.rl.vllm_server import VllmServer
 from odc_triton.jobs.vllm.adapter import adapter_folder
-from odc_triton.jobs.vllm.policy_server import PolicyServer
+from odc_triton.jobs.vllm.policy_server import PolicyServer, is_too_old
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.families import with_lora
@@ -318,7 +318,13 @@ def test_weights_that_do_not_arrive() -> None:
         assert words in second
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8000", "http://"])
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "http://", "http://here:99999", "http://here:x", "http://[::1"])
 def test_addresses(address: str) -> None:
     with pytest.raises(ValueError, match=r"write it as http://127\.0\.0\.1:8000"):
         VllmServer(address)
+
+
+@pytest.mark.parametrize(("version", "expected"), [("0.31.9", True), ("0.32.0.dev3+g1a2b", False), ("dev", False)])
+def test_versions(version: str, expected: bool) -> None:
+    """ "dev": of a source tree without tags, whose version nobody knows."""
+    assert is_too_old(version) == expected

@@ -128,6 +128,17 @@ def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
             raise ValueError(f"{flag(name)} is {path}: there is no such file")
 
 
+def require_writable(option: str, folder: str | os.PathLike) -> None:
+    """Raises ValueError if nothing could be written into the folder, which need not exist. `option`: that named it."""
+    path = Path(folder).absolute()
+    nearest = next(each for each in (path, *path.parents) if os.path.exists(each))
+    which = "which" if nearest == path else f"and {nearest}"
+    if not nearest.is_dir():
+        raise ValueError(f"{option} is {folder}, {which} is a file: give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} is {folder}, {which} can't be written to: give another folder")
+
+
 class Parser(argparse.ArgumentParser):
     """Takes no shortened names: `--rank 2` would be --ranks, and `--max 1` --max-skipped."""
 

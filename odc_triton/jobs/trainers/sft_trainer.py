@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from transformers import PreTrainedModel, TrainingArguments
+
 from .trainer import ODCTrainer
-from .trl_metrics import GET_TRL, TRL
+from .trl_metrics import GET_TRL, TRL, check_version
 
 try:
     from trl import SFTTrainer
@@ -18,5 +22,9 @@ class ODCSFTTrainer(ODCTrainer, SFTTrainer):
     model, args, sampler, split: as of `ODCTrainer`; args may be a SFTConfig.
     trainer: other arguments of SFTTrainer.
 
-    Raises ImportError without TRL.
+    Raises ImportError for another TRL: an old one masks what is not learned in its collator, which packs don't use.
     """
+
+    def __init__(self, model: PreTrainedModel, args: TrainingArguments | None = None, **trainer: Any) -> None:
+        check_version("ODCSFTTrainer")
+        super().__init__(model, args, **trainer)

@@ -169,10 +169,10 @@ class ShardedTrainer(Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple[Any, Any]:
         if args.optim in _ADAMW_8BIT:
-            given = dict(each.split("=") for each in (args.optim_args or "").replace(" ", "").split(",") if each)
-            if given.keys() - {"min_8bit_size"}:
-                raise ValueError(f"optim_args is {args.optim_args!r}: {args.optim} takes min_8bit_size only")
-            how = {"betas": (args.adam_beta1, args.adam_beta2), **{name: int(value) for name, value in given.items()}}
+            given = [each.partition("=") for each in (args.optim_args or "").replace(" ", "").split(",") if each]
+            if any(name != "min_8bit_size" or not value.isdecimal() for name, _, value in given):
+                raise ValueError(f"optim_args is {args.optim_args!r}: {args.optim} takes min_8bit_size=NUMBER only")
+            how = {"betas": (args.adam_beta1, args.adam_beta2), **{name: int(value) for name, _, value in given}}
             return AdamW8bit, {"lr": args.learning_rate, "eps": args.adam_epsilon, **how}
         return Trainer.get_optimizer_cls_and_kwargs(args, model)
 

@@ -27,14 +27,19 @@ MINORS, GET_TRL = ("1.15", "1.16"), 'pip install "odc-triton[trl]"'
 TRL = " or ".join(MINORS)
 
 
-def check_given(name: str, args: Any, config: type, share_prefixes: str) -> None:
-    """Raises ImportError for another TRL than our trainer `name` is written for, TypeError for `args` that are not of
-    TRL's class `config`, ValueError for unknown words in `share_prefixes`.
-    """
+def check_version(name: str) -> None:
+    """Raises ImportError for another TRL than our trainer `name` is written for."""
     import trl
 
     if ".".join(trl.__version__.split(".")[:2]) not in MINORS:
         raise ImportError(f"{name} is written for TRL {TRL}, and {trl.__version__} is here: {GET_TRL}")
+
+
+def check_given(name: str, args: Any, config: type, share_prefixes: str) -> None:
+    """Raises as `check_version`, TypeError for `args` that are not of TRL's class `config`, ValueError for unknown
+    words in `share_prefixes`.
+    """
+    check_version(name)
     if not isinstance(args, config):
         raise TypeError(f"args is a {type(args).__name__}; give a trl.{config.__name__}")
     if share_prefixes not in ("auto", "off"):

@@ -26,12 +26,15 @@ class Server:
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ValueError(f"the server's address is {address!r}: write it as http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+                raise ValueError(address)
+            self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:  # also urlsplit's, of an IPv6 address or a port
+            raise ValueError(f"the server's address is {address!r}: write it as http://127.0.0.1:8000") from None
         self.address = address.rstrip("/")
         self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._path = parts.path.rstrip("/")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from ...base.errors import GenerationFailed, OfRanks, describe
@@ -35,7 +35,11 @@ _START = (
 
 
 def is_too_old(version: str) -> bool:
-    return Version(version).release < Version(OLDEST).release
+    """False for what is no version, as "dev" of a source tree without tags."""
+    try:
+        return Version(version).release < Version(OLDEST).release
+    except InvalidVersion:
+        return False
 
 
 def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...base.files import write_file
 from ...jobs.data.dataset import TokenizedDataset
-from ...jobs.options.options import REQUIRED, option, plain_paths, require_at_least, require_files
+from ...jobs.options.options import REQUIRED, option, plain_paths, require_at_least, require_files, require_writable
 from ...jobs.reports.report import save_timeline, table
 from ...jobs.reports.trace import save_trace
 from ...plan.relatives import Relatives, find_relatives
@@ -87,8 +87,8 @@ class SimulateOptions:
             raise ValueError(f"--nic-gbs is {self.nic_gbs}: it must be positive and finite")
         if not 0 < self.slow < math.inf:
             raise ValueError(f"--slow is {self.slow}: it must be positive and finite, 1.3 for 30% longer")
-        if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
-            raise ValueError(f"--out is {self.out}, which is a file: give a folder")
+        if self.out is not None:
+            require_writable("--out", self.out)
         if not self.minibatches:
             raise ValueError("--minibatch is empty: give samples per GPU, such as 1,2,4,8")
 

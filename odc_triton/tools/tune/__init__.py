@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...base.environment import environment
 from ...base.files import write_file
-from ...jobs.options.options import REQUIRED, option, plain_paths, require_files, require_one_model
+from ...jobs.options.options import REQUIRED, option, plain_paths, require_files, require_one_model, require_writable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,10 +58,9 @@ class TuneOptions:
             raise ValueError(f"--operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}, attention")
         if os.environ.get(VARIABLE):
             raise ValueError(f"{VARIABLE} is set and would override the ways to measure: unset it")
-        if self.folder is not None and Path(self.folder).exists() and not Path(self.folder).is_dir():
-            raise ValueError(f"--folder is {self.folder}, which is a file: give a folder")
         if self.folder is None and default_folder() is None:
             raise ValueError("ODC_TUNED=off: unset it, or give --folder")
+        require_writable("the tables' folder" if self.folder is None else "--folder", self.where)
         _ = self.counts
 
     @property
