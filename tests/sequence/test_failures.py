@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
@@ -143,7 +144,7 @@ def _wrong_calls(rank: int, world: int) -> None:
     )
     refused("ValueError: SampleSums are of split samples: call enable_split", lambda: SampleSums(model, samples=4))
     refused("RanksDiffer: enable_split: tokens is ", lambda: enable_split(model, tokens=20 + rank))
-    enable_split(model, tokens=30)
+    enable_split(model, tokens=np.int64(30))
     refused("ValueError: enable_split was called on this model before", lambda: enable_split(model, tokens=30))
     refused("RanksDiffer: SampleSums: samples is ", lambda: SampleSums(model, samples=10_000 * (1 + rank)))
     refused(
