@@ -109,8 +109,7 @@ def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
 
     On a GPU everything is enqueued when this returns. Rows of owners on the same device are there for all later work;
     those that cross a link arrive while the kernel waits for them. The copies wait only for the kernels that read the
-    buffer
-    before: the shards must be readable now. On the CPU everything has arrived when this returns.
+    buffer before: the shards must be readable now. On the CPU everything has arrived when this returns.
 
     Returns the weight for `linear_staged` and `linear_dx_staged`. Raises ValueError if `peers` don't match the buffer.
     """

@@ -68,10 +68,10 @@ def fingerprint(path: str | os.PathLike) -> str | None:
     for each in [each for each in path.glob("*.safetensors") if each.is_file()]:
         with (
             each.open("rb") as file,
-            contextlib.suppress(ValueError, KeyError, TypeError),
-        ):  # damaged: reading it says so
+            contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError),
+        ):  # damaged, or git-lfs's pointer to it: reading it says so
             start = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(start - 8))
+            header = json.loads(file.read(min(start - 8, os.fstat(file.fileno()).st_size)))
             for name, about in sorted(header.items()):
                 if name != "__metadata__":
                     first, end = about["data_offsets"]

@@ -97,7 +97,7 @@ class FusedLogits:
     def to(self, *args: Any, **kwargs: Any) -> FusedLogits:
         kwargs.pop("copy", None)
         device, dtype, _, _ = _parse_to(*args, **kwargs)
-        elsewhere = device is not None and torch.device(device) != self.device
+        elsewhere = device is not None and torch.empty(0, device=device).device != self.device
         if elsewhere or dtype not in (None, torch.float32):
             raise _refused(f"to({args or kwargs})")
         return self

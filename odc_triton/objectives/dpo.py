@@ -12,6 +12,7 @@ p: the model, q: the reference; c: chosen, r: rejected; N: all ranks' pairs. Sou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +27,11 @@ from ..step import Sums, Terms
 from .pairs import PairObjective, rewards
 
 Logits = Callable[[Mapping[str, Any]], Tensor | FusedLogits]  # of a pack's targets, [n, V]
+_LOSSES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sigmoid": lambda margin, beta: -F.logsigmoid(beta * margin),
+    "hinge": lambda margin, beta: (1 - beta * margin).relu(),
+    "ipo": lambda margin, beta: (margin - 1 / (2 * beta)) ** 2,
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,11 +47,20 @@ class DPO(PairObjective):
         `AdapterReference`.
     beta: rewards are beta times the ratios.
     kind: of the loss.
+
+    Raises ValueError also for another kind, and a beta that is not above 0.
     """
 
     reference: Logits
     beta: float = 0.1
     kind: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in _LOSSES or not 0 < self.beta < math.inf:
+            raise ValueError(
+                f"kind is {self.kind!r}, beta {self.beta}: give one of {', '.join(_LOSSES)}, and a number above 0"
+            )
 
     def loss(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
         logits, targets = predictions(model, pack)
@@ -55,10 +70,6 @@ class DPO(PairObjective):
         ratio_P2 = self.of_pairs(pack, logp.double() - reference.double())
         per_token_P2 = ratio_P2 / pack["lengths"] if self.kind == "ipo" else ratio_P2
         margin = per_token_P2[:, 0] - per_token_P2[:, 1]
-        losses = {
-            "sigmoid": lambda: -F.logsigmoid(self.beta * margin),
-            "hinge": lambda: (1 - self.beta * margin).relu(),
-            "ipo": lambda: (margin - 1 / (2 * self.beta)) ** 2,
-        }[self.kind]()
+        losses = _LOSSES[self.kind](margin, self.beta)
         sums = self.counted(pack, {"loss": losses, **rewards(*(self.beta * ratio_P2).unbind(1))})
         return self.total(pack, losses) / terms.number, sums

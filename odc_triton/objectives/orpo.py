@@ -45,10 +45,17 @@ class ORPO(PairObjective):
 
     samples, sums: as of `PairObjective`.
     beta: the factor of the odds ratio's term.
+
+    Raises ValueError also for a beta below 0.
     """
 
     beta: float = 0.1
     _readers: dict[Segment, Tensor] = field(default_factory=dict, init=False, repr=False)  # of this minibatch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}: give a number of at least 0")
 
     def terms(self, model: nn.Module, packs: Any) -> int:
         """T of the chosen samples that begin on this rank."""

@@ -36,6 +36,10 @@ class ChainedOptimizer(Optimizer):
         for each in self.optimizers:
             each.__setstate__({"state": self.state, "param_groups": [next(groups) for _ in each.param_groups]})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which torch's would leave without the optimizers."""
+        return super().__getstate__() | {"optimizers": self.optimizers}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "optimizers"):
             raise NotImplementedError("a group can't be added to ChainedOptimizer: add it to an optimizer first")

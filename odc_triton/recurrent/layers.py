@@ -223,11 +223,12 @@ def _convolution(
     if split is not None:
         split.on_rows(odc_pack.module, inputs, rows)
     side = split.rows if isinstance(split, RecurrentSplit) else None
-    documents = odc_pack.documents
-    if function.kernel and inputs.is_cuda and inputs.shape[1] % 8 == 0 and not any(each.reads for each in documents):
+    documents, spans = odc_pack.documents, odc_pack.spans
+    is_apart = not spans and not any(each.reads for each in documents)
+    if function.kernel and inputs.is_cuda and inputs.shape[1] % 8 == 0 and is_apart:
         lengths = [each.end - each.first for each in documents]
         return convolve(function.kernel, inputs, Documents.of(lengths, inputs.device), **terms)
-    return convolve_documents(convolution, inputs, rows, documents, side, odc_pack.spans)
+    return convolve_documents(convolution, inputs, rows, documents, side, spans)
 
 
 def _delta(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -47,13 +48,11 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     be split (attention that is not `enable_packing`'s or gets no `segments`), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
-    if not isinstance(cuts, int) or isinstance(cuts, bool) or cuts < 1:
-        raise ValueError(f"cuts is {cuts!r}; give the tokens per rank after which others go on, 1 or more")
+    tokens = _at_least_1("tokens", tokens, "the tokens per rank that others may read")
+    cuts = _at_least_1("cuts", cuts, "the tokens per rank after which others go on")
     in_flight = layers_in_flight
-    if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
-        raise ValueError(f"layers_in_flight is {in_flight!r}; give the number of layers that have buffers, 1 or more")
+    if in_flight is not None:
+        in_flight = _at_least_1("layers_in_flight", in_flight, "the number of layers that have buffers")
     if engine.participant(SequenceExchange) is not None:
         raise ValueError("enable_split was called on this model before")
     layers = sides_of(model)
@@ -83,6 +82,17 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     engine.streams.also(streams)
     engine.streams.watch(sync)
     set_sides(layers, exchange)
+
+
+def _at_least_1(name: str, given: Any, what: str) -> int:
+    """An integer, from Python or numpy. Raises ValueError for others, and numbers below 1."""
+    try:
+        number = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} is {given!r}; give {what}, 1 or more")
+    return number
 
 
 def set_sides(layers: Sequence[tuple[nn.Module, LayerShape]], exchange: SequenceExchange) -> None:

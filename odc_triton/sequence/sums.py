@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ..base.errors import PeerFailed
+from ..base.errors import PeerFailed, RanksDiffer
 from ..comm.layout import place_regions
 from ..comm.memory.heap import SharedMemoryHeap
 from ..engine.api import engine_of
@@ -36,16 +36,24 @@ class SampleSums:
 
     model: what `enable_split` was called on.
     samples: more than any number of a sample in a plan, which takes host memory: number those of a minibatch from 0.
+
+    Raises ValueError without `enable_split`, RanksDiffer for other `samples` on other ranks.
     """
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:
-        self._state = state = engine_of(model)
+        self._state = state = engine_of(model, "SampleSums")
         exchange = state.participant(SequenceExchange)
-        assert exchange is not None, "enable_split comes first"
+        if exchange is None:
+            raise ValueError("SampleSums are of split samples: call enable_split(model, tokens=…) first")
         self._exchange = exchange
         near, barrier = exchange.buffers.heap, state.barrier
         self._rank, self._first, self._world = near.rank, near.first, barrier.world
-        token = state.exchange("sums over segments", {"token": uuid.uuid4().hex})[0]["token"]
+        everyones = state.exchange("sums over segments", {"token": uuid.uuid4().hex, "samples": samples})
+        for rank, theirs in enumerate(everyones):
+            if theirs["samples"] != samples:
+                raise RanksDiffer(
+                    f"SampleSums: samples is {samples} on rank {state.rank} and {theirs['samples']} on rank {rank}"
+                )
         # Of a sample and rank: the number of the plan once its sums are there, then these.
         (region,), size_bytes = place_regions(
             [((samples, near.world, 1 + _MOST), "float64", 8)], world=near.world, apart=False
@@ -55,7 +63,7 @@ class SampleSums:
             world=near.world,
             size_bytes=size_bytes,
             locks=0,
-            token=f"{token}-{near.first}",
+            token=f"{everyones[0]['token']}-{near.first}",
             timeout_s=barrier.timeout_s,
         )
         self._heap, self._parts = heap, heap.whole(region)

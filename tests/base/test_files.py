@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from odc_triton.base.files import folder_aside, reading, require_source, write_file
+from odc_triton.base.files import fingerprint, folder_aside, reading, require_source, write_file
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,22 @@ def test_a_name_that_no_hub_has_says_what_it_was_taken_for(tmp_path: Path, monke
     (tmp_path / "model").mkdir()
     with pytest.raises(OSError, match=r"^no!$"), reading("model"):
         raise OSError("no!")
+
+
+DAMAGED = {
+    "git-lfs's pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "no length": b"\xff" * 20,
+    "a list": (2).to_bytes(8, "little") + b"[]",
+    "nested": (99_999).to_bytes(8, "little") + b"[" * 99_999,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_weights_are_left_to_who_reads_them(tmp_path: Path, content: bytes) -> None:
+    without = fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert fingerprint(tmp_path) == without
 
 
 def test_write_file_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

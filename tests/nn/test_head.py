@@ -100,6 +100,7 @@ H, W = torch.randn(2, 5, 4), torch.randn(7, 4)
         lambda z: z[:1].squeeze(0),
         lambda z: (z / 2.0).float() * 3,
         lambda z: z.to(torch.float32).contiguous(),
+        lambda z: z.to("cpu:0"),  # the same device by another name, as "cuda" is
         lambda z: 2 * z,
     ],
 )

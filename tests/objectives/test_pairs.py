@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from odc_triton import fully_shard
 from odc_triton.balance import CostModel, Limits, Samples, find_relatives, make_plan
 from odc_triton.hf import enable_packing
-from odc_triton.objectives import DPO, BradleyTerry, SampleSums, evaluate, run_step
+from odc_triton.objectives import DPO, ORPO, BradleyTerry, SampleSums, evaluate, run_step
 from odc_triton.packs.reference import Reference
 from odc_triton.plan.fields import IGNORED
 from tests.objectives.test_orpo import CASES, LENGTHS, SAMPLES, model_of, planned
@@ -143,3 +143,21 @@ def _of_reward(rank: int, world: int) -> float:
 @pytest.mark.parametrize("world", [1, 2])
 def test_reward(world: int) -> None:
     assert max(ranks.run(_of_reward, world)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: DPO(samples=[], reference=Tensor, kind="sigmoyd"),
+            "kind is 'sigmoyd', beta 0.1: give one of sigmoid,",
+        ),
+        (lambda: DPO(samples=[], reference=Tensor, beta=0), "beta 0: give .* a number above 0"),
+        (lambda: DPO(samples=[], reference=Tensor, beta=float("nan")), "beta nan: give"),
+        (lambda: ORPO(samples=[], beta=-0.1), "beta is -0.1: give a number of at least 0"),
+        (lambda: ORPO(samples=[{}]), "pair 0 has only sample 0"),
+    ],
+)
+def test_options_are_refused_before_a_step(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

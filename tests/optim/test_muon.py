@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,20 @@ def _resume(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> tupl
     checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
     groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
     return step_on(model, optimizer, range(3, 6)), groups
+
+
+def test_a_copy_of_a_chain_steps_its_own_parameters() -> None:
+    ones = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    chain = ChainedOptimizer(*(torch.optim.SGD([each], lr=1.0, momentum=0.5) for each in ones))
+    copied = copy.deepcopy(chain)
+    for optimizer, steps in ((chain, 1), (copied, 2)):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones(2)
+        for _ in range(steps):
+            optimizer.step()
+    assert [group["params"][0].tolist() for group in chain.param_groups] == [[0.0, 0.0]] * 2
+    assert [group["params"][0].tolist() for group in copied.param_groups] == [[-1.5, -1.5]] * 2
+    assert len(copied.state) == 2
 
 
 def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,23 @@ from torch import nn
 from transformers.integrations import hub_kernels
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 
-from odc_triton.recurrent.packages import Documents, PackageUnsupported, convolve, delta_rule, kernel_of, scan
+from odc_triton.plan.cuts import cuts_of
+from odc_triton.plan.entries import Segment
+from odc_triton.plan.segments import SplitPlan
+from odc_triton.recurrent import layers
+from odc_triton.recurrent.documents import documents_of
+from odc_triton.recurrent.packages import (
+    Documents,
+    Function,
+    Kernel,
+    PackageUnsupported,
+    convolve,
+    delta_rule,
+    kernel_of,
+    scan,
+)
+from odc_triton.sequence.exchange import Span
+from odc_triton.sequence.layer import RecurrentSplit
 
 kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
 decorate = hub_kernels.use_kernel_func_from_hub_with_fallback
@@ -105,6 +121,26 @@ def test_documents_equal_calls_of_their_own(case: str, from_states: bool, monkey
     want = apart(case, rows, states, LENGTHS)[: len(got)]
     grads = [torch.autograd.grad(sum(tensor.sin().sum() for tensor in side), inputs) for side in (got, want)]
     torch.testing.assert_close([*got, *grads[0]], [*want, *grads[1]], rtol=1e-5, atol=1e-5)
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_the_first_segment_of_a_split_sample_publishes_its_rows() -> None:
+    """It reads none, and others wait for them."""
+    first, rest = Segment(0, 0, 5), Segment(0, 5, 9)
+    plan = SplitPlan.of([[[first]], [[rest]]])
+    (document,) = documents_of([0, 5], [first], plan=plan, cuts=cuts_of(plan))
+    side = Mock(layer=0, **{"exchange.of.return_value": plan, "runs.return_value": []})
+    side.publish.side_effect = lambda rows, spans, window, own: (*rows, own)
+    pack = layers._RecurrentPack(Mock(), [document], RecurrentSplit(side, None), [Span(first, 0, 5)])
+    x, weight = torch.arange(40.0).view(1, 8, 5), torch.ones(8, 4)
+    function = Function(CONV, Kernel(Mock(), "causal-conv1d 9.0", CONV))
+    found = layers._convolution(function, x.as_subclass(OnGpu), weight, None, "silu", odc_pack=pack)
+    ((rows,), *_), _ = side.publish.call_args
+    assert torch.equal(rows[0, 0].T, x[0, :, 2:])
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), CONV(x, weight, None, "silu"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
@@ -17,6 +18,7 @@ from odc_triton.plan.entries import Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.relatives import find_relatives
 from odc_triton.plan.segments import SplitPlan
+from odc_triton.sequence.sums import SampleSums
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.planned import shared
@@ -140,9 +142,11 @@ def _wrong_calls(rank: int, world: int) -> None:
         "ValueError: tokens is 0; give the tokens per rank that others may read, 1 or more",
         lambda: enable_split(model, tokens=0),
     )
+    refused("ValueError: SampleSums are of split samples: call enable_split", lambda: SampleSums(model, samples=4))
     refused("RanksDiffer: enable_split: tokens is ", lambda: enable_split(model, tokens=20 + rank))
-    enable_split(model, tokens=30)
+    enable_split(model, tokens=np.int64(30))
     refused("ValueError: enable_split was called on this model before", lambda: enable_split(model, tokens=30))
+    refused("RanksDiffer: SampleSums: samples is ", lambda: SampleSums(model, samples=10_000 * (1 + rank)))
     refused(
         "If other packs have them, give the plan, minibatch(model, tokens=…, split=packs.split)",
         lambda: one(pack=packs[0]),

@@ -81,6 +81,7 @@ def _options(rank: int, world: int) -> None:
     ]
     for action, words in cases:
         assert re.search(words, said := caught(action)), said
+    fully_shard(net(), timeout=np.float32(60))
 
 
 def test_options() -> None:
