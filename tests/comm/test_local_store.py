@@ -52,6 +52,8 @@ def test_the_store_is_as_tcps() -> None:
             for late in (lambda store=store: store.get("text"), lambda store=store: store.wait(["text", "number"])):
                 with pytest.raises(dist.DistStoreError, match="wait timeout"):
                     late()
+            with pytest.raises(dist.DistStoreError, match=r"wait timeout after (0\.1 s|100ms)"):
+                store.wait(["none"], timedelta(seconds=0.1))
             store.set_timeout(timedelta(seconds=LONG_S))
             answers.append([*given, store.check(["number"])])
     assert answers[0] == answers[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import pickle
 import random
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton import MinibatchToRepeat, full_parameters, fully_shard, minibatch, repeating
-from odc_triton.engine.exact import ExactSum
+from odc_triton.engine.exact import ExactSum, ExactSums
 from tests.support import ranks, slow
 from tests.support.gradients import gradients_of
 from tests.support.models import CASES, build, microbatches
@@ -258,6 +259,24 @@ def test_failures_are_told_to_all_ranks() -> None:
         weight, scalar = said["not finite"]
         assert all(map(math.isnan, [*weight, scalar]))
         assert said["after it"] == ([2e4] * 5, 5e4)
+
+
+def test_a_checkpoint_has_the_scales_of_the_next_sums() -> None:
+    def one(model: nn.Module, size: float) -> list[int]:
+        with minibatch(model):
+            model(torch.full((5,), size)).backward()
+        model.zero_grad()
+        return [each.exponent for each in sums_of(model)._sums().values()]
+
+    def sums_of(model: nn.Module) -> ExactSums:
+        return model._odc_engine.participant(ExactSums)
+
+    goes_on, resumed = fully_shard(Times(), exact=True), fully_shard(Times(), exact=True)
+    first = one(goes_on, 1.0)
+    sums_of(resumed).restore(json.loads(json.dumps(sums_of(goes_on).state())))
+    second = one(goes_on, 3.0)
+    assert second != first
+    assert one(resumed, 3.0) == second
 
 
 def test_only_three_repetitions() -> None:

@@ -201,3 +201,17 @@ def test_parts_that_change_after_it_was_replaced_are_called(change: str) -> None
     loss, got = one_step(fully_shard(model, backend="cpu-sharded"), name, [3])
     assert loss == pytest.approx(want, rel=1e-5)  # fp32, in another order
     assert_same_gradients(got, gradients, floor=0.0)
+
+
+def test_dropout_of_attention_is_of_training_alone() -> None:
+    model, plain = build("Llama"), build("Llama")
+    replace_layers(model, roles=BODY, choice=QKV, verbose=False)
+    for each in (model, plain):
+        for layer in each.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+    fully_shard(model, backend="cpu-sharded")
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        want, got, dropped = plain.eval()(ids).logits, model.eval()(ids).logits, model.train()(ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)  # fp32, in another order
+    assert (dropped - want).norm() > 0.01 * want.norm()
