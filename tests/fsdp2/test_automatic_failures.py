@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -132,16 +133,21 @@ def test_misuse_is_named_on_all_ranks(misuse: Callable) -> None:
         assert all(words in said for words in _MISUSES[misuse]), said
 
 
-def _recovers(rank: int, world: int) -> list[str]:
-    """A forward and a backward raise on rank 1, which goes on; the next step is right."""
-    model, said = under_odc(automatic=True, timeout=LONG_S), []
+def _recovers(rank: int, world: int, automatic: Any) -> list[str]:
+    """A forward and a backward raise on rank 1, which goes on; the next step is right, and eager as before."""
+    model, said = under_odc(automatic=automatic, timeout=LONG_S), []
     optimizer = optimizer_of(model, "sgd")
     for _ in exploding(model, rank == 1):
         raised = caught(lambda: _loss(model, rank).backward())
+        if rank == 0 and automatic == "eager":
+            said.append(raised)
+            continue
         assert raised == ("ValueError: exploded" if rank == 1 else "nothing was raised")
         said.append(caught(optimizer.step))
     total = sum(count_of(NAME, each) for each in batches_of(NAME, 0, 2))
     (_loss(model, rank) * world / total).backward()
+    is_open = any("Waiting" in type(each.grad).__name__ for each in model.parameters())
+    assert is_open == (automatic != "eager")
     plain = made(NAME, "")
     for batch in range(2):
         (_loss(plain, batch) / total).backward()
@@ -152,7 +158,7 @@ def _recovers(rank: int, world: int) -> list[str]:
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 can't reset FSDP2")
 def test_a_microbatch_that_raised_fails_the_step_on_all_ranks_and_the_next_is_right() -> None:
-    for said in ranks.run(_recovers, 2):
+    for said in itertools.chain(*ranks.run_all(2, (_recovers, True), (_recovers, "eager"))):
         assert len(said) == 2
         assert all(each.startswith("MinibatchFailed") and "rank 1: " in each for each in said), said
 
