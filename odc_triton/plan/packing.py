@@ -17,7 +17,7 @@ def checked_lengths(lengths: Sequence[int], token_cap: int, *, ranks: int = 1) -
 
     Raises ValueError for empty lengths, for a cap below 1, and naming index, length and cap otherwise.
     """
-    if token_cap < 1:
+    if not token_cap >= 1:  # NaN too
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
     try:
         checked = [operator.index(length) for length in lengths]

@@ -26,8 +26,8 @@ def make_plan(samples: Samples, limits: Limits, balance: str = "mini") -> Plan:
         share are computed once, where that takes less. With a queue nothing is shared. Groups of samples are kept
         together by "mini".
 
-    Raises ValueError for too few samples for the packs that they need, and for `split_tokens` or groups with a balance
-    that can't split, or keep them.
+    Raises ValueError for too few samples for the packs that they need, for samples over the cap that can't be cut, and
+    for `split_tokens` or groups with a balance that can't split, or keep them.
     """
     if samples.groups is not None and balance not in ("mini", SHARED):
         raise ValueError(f"balance {balance!r} can't keep groups of samples together: use 'mini', or give no groups")
@@ -54,7 +54,7 @@ def _least_plan(samples: Samples, limits: Limits) -> Plan:
     shared, splits = None, bool(limits.split_tokens)
     if samples.prefixes is not None and (splits or max(samples.tokens) <= limits.token_cap):
         cost = replace(samples.cost, head=0.0) if splits else samples.cost  # as `split_plan` counts
-        shared = shared_plan(replace(samples, cost=cost), limits)
+        shared = shared_plan(replace(samples, cost=cost), limits, required=False)
     split = split_plan(samples, limits) if splits else None
     if shared is not None and (split is None or shared.estimate <= split.estimate):
         return shared

@@ -48,7 +48,7 @@ class Limits:
             raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
         if self.split_cuts is not None and self.split_cuts < 0:
             raise ValueError(f"split_cuts is {self.split_cuts}: give the cuts per rank, 0 or more, or None")
-        if self.token_cap < 1:
+        if not self.token_cap >= 1:  # NaN too
             raise ValueError(
                 f"token_cap is {self.token_cap}: give the most tokens that one microbatch may hold, 1 or more"
             )

@@ -46,13 +46,14 @@ class SharedAssignment:
     estimate: float
 
 
-def shared_plan(samples: Samples, limits: Limits) -> Plan:
+def shared_plan(samples: Samples, limits: Limits, *, required: bool = True) -> Plan:
     """Assigns samples that share tokens. None is cut, and none branches, before its last image's last token.
 
     The extra cost is of a sample's first tokens, also where others share them. With `limits.readable` 0 no tree lies on
     several ranks. Deterministic: every rank gets the same result.
 
-    Groups may share nothing. Raises ValueError, naming it, for a sample or group over the cap that can't be cut.
+    Groups may share nothing. Raises ValueError, naming it, for a sample or group over the cap that can't be cut; if not
+    `required`, the plan then has no packs and an infinite estimate.
     """
     relatives, extra = samples.prefixes or Relatives.none(samples.tokens, samples.earliest_cuts), samples.extra
     groups = {at: group for at, group in enumerate(samples.groups or ()) if group is not None}
@@ -74,19 +75,20 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         groups=groups,
     )
     found = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas, limits.shards)
-    if samples.groups is not None and found.estimate == math.inf:
+    if required and found.estimate == math.inf:
         over = [at for at, is_over in enumerate(problem.over) if is_over]
         alone = (at for at in over if problem.part([families[at]], limits.shards).best().estimate == math.inf)
         family = families[at := next(alone, over[0])]
+        longest = max(family, key=lambda each: each.stop).sample
         names = [str(samples.names[each.sample]) for each in family]
         of_samples = f", of samples {', '.join(names[:5])}{', …' * (len(names) > 5)},"
-        group = groups.get(family[0].sample)
+        group = groups.get(longest)
+        named_so = f"sample {samples.names[longest]}" if group is None else f"group {group}{of_samples}"
         places = "" if limits.split_cuts is None else f" and go on at {limits.split_cuts} places"
         raise ValueError(
-            f"{f'sample {names[0]}' if group is None else f'group {group}{of_samples}'} has {problem.needed[at]} "
-            f"tokens, over the token_cap of {limits.token_cap}, and can't be cut over {limits.shards} ranks, of each "
-            f"of which others may read {limits.readable} tokens{places}, in segments of {LEAST_TOKENS} or more: raise "
-            f"the cap or the tokens to read, or truncate or drop samples"
+            f"{named_so} has {problem.needed[at]} tokens, over the token_cap of {limits.token_cap}, and can't be cut "
+            f"over {limits.shards} ranks, of each of which others may read {limits.readable} tokens{places}, in "
+            f"segments of {LEAST_TOKENS} or more: raise the cap or the tokens to read, or truncate or drop samples"
         )
     packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
     by_name = {samples.names[at]: group for at, group in groups.items()}

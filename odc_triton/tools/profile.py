@@ -123,7 +123,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
 
     from ..checkpoint import load_causal_lm
     from ..jobs.train.model import precision, replace
-    from ..packs.collate import pack_collate
+    from ..packs.collate import PackedDataset, pack_collate
     from ..packs.enable import enable_packing
     from ..plan.cost import CostModel
     from ..plan.sampler import MinibatchSampler
@@ -154,8 +154,10 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     )
     generator = torch.Generator().manual_seed(options.seed)
     vocabulary = model.config.get_text_config().vocab_size
-    samples = [{"input_ids": torch.randint(0, vocabulary, (length,), generator=generator)} for length in lengths]
-    return model, [pack_collate([[samples[index] for index in pack] for pack in packs]) for packs in sampler]
+    samples = PackedDataset(
+        [{"input_ids": torch.randint(0, vocabulary, (length,), generator=generator)} for length in lengths]
+    )
+    return model, [pack_collate(samples.__getitems__(packs)) for packs in sampler]  # with the plan, as in training
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack]) -> None:

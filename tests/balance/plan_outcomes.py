@@ -20,9 +20,10 @@ from odc_triton.balance import CostModel, MinibatchSampler, assign, find_relativ
 from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.order import Mix
 from odc_triton.plan.plan import Plan
-from odc_triton.plan.planner import SHARED, Planner, make_plan
+from odc_triton.plan.planner import Planner
 from odc_triton.plan.queue import OwnCounter, QueuedPacks
 from odc_triton.plan.samples import Limits, Samples
+from odc_triton.plan.shared import shared_plan
 from odc_triton.plan.split import split_plan
 from tests.balance.drawn_minibatches import GROUP, GROUPS, Case, draws
 
@@ -50,7 +51,7 @@ def _planned(given: Mapping[str, Any]) -> Iterator[str]:
         within = Limits(**limits, **over)
         tokens = within.checked(given["lengths"])
         samples = Samples.of(tokens, cost, names=names, extra=extra, prefixes=relatives)
-        shared = make_plan(samples, within, SHARED)
+        shared = shared_plan(samples, within, required=False)
         yield f"estimate {float.hex(shared.estimate)} {_plan(shared)}"
         yield from map(_packs, map(shared.packs, range(given["ranks"])))
     elif given["planner"] == "split" or given["tokens"]:

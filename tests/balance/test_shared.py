@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -202,7 +201,8 @@ def test_a_group_over_the_cap() -> None:
     entries = [each for of_rank in made.ready for pack in of_rank for each in pack]
     assert sum(len(each) if isinstance(each, Segment) else lengths[each] for each in entries) == 1250 + 251 + 100
     small = how | {"token_cap": 700}
-    assert shared(lengths, relatives, ranks=2, tokens=2000, **small).estimate == math.inf
+    with pytest.raises(ValueError, match=r"sample 0 has 1250 tokens, over the token_cap of 700, and can't be cut over"):
+        shared(lengths, relatives, ranks=2, tokens=2000, **small)
     for limits, computed in ((how, 1601), (small, 2600)):
         within = Limits(ranks=2, token_cap=limits["token_cap"], split_tokens=2000)
         plan = make_plan(Samples.of(lengths, cost, prefixes=relatives), within)

@@ -143,6 +143,7 @@ def test_refused(call):
         ({"lengths": [3, 11]}, r"lengths\[1\] is 11 tokens, over the token_cap of 10: raise the cap"),
         ({"ranks": 0}, "ranks is 0"),
         ({"token_cap": 0}, "token_cap is 0"),
+        ({"token_cap": float("nan")}, "token_cap is nan"),
     ):
         with pytest.raises(ValueError, match=message):
             call(**{"lengths": [3, 4], "ranks": 2, "token_cap": 10, **change})

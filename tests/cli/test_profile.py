@@ -25,7 +25,7 @@ from odc_triton.jobs.reports.trace import (
     category_of_operator,
 )
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.profile import ProfileOptions, _names_of_our_kernels
+from odc_triton.tools.profile import ProfileOptions, _names_of_our_kernels, _prepare
 from tests.support import ranks as test_ranks
 from tests.support.families import SIZES
 
@@ -102,6 +102,14 @@ def test_every_kernel_is_known() -> None:
 def test_bad_options(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ProfileOptions(**{"out": "x"} | changes)
+
+
+def test_packs_know_the_samples_of_all_ranks(tmp_path: Path) -> None:
+    """As a router's auxiliary loss needs, which a config has after `train sft --router-aux-loss`."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    given = {"init": str(tmp_path), "out": str(tmp_path / "out"), "token_cap": 8, "samples_per_rank": 2}
+    _, minibatches = _prepare(ProfileOptions(**given, minibatches=1))
+    assert [packs.samples for packs in minibatches] == [2, 2]
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

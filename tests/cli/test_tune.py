@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +28,10 @@ from odc_triton.nn.tuned import Line, load
 from odc_triton.plan.decoder import Decoder
 from odc_triton.recurrent.layers import recurrent_layers
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.tune import TuneOptions, run_tune, save
+from odc_triton.tools.tune import TuneOptions, _tune, run_tune, save
 from odc_triton.tools.tune.attention import RULES, measure_rule
 from odc_triton.tools.tune.candidates import decide, ways
+from odc_triton.tools.tune.trial import Measured
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.balance.test_decoder import config_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
@@ -247,6 +250,20 @@ def test_the_command_writes_the_table_of_its_place(
     for line in found.lines:
         assert set(line.seconds) == {PLAIN, FUSED}
         assert all(seconds > 0 for seconds in line.seconds.values())
+
+
+def test_an_operator_that_runs_in_no_way_stops_no_others() -> None:
+    """Its rows say why, and it has no lines: the layers keep the shipped way."""
+    ones, heap = {DIRECT: [1.0], PLAIN: [1.0]}, SimpleNamespace(device=torch.device("cpu"), apart=False, near=[0])
+    found = {4: Measured(rounds=ones), 32: Measured(refused={PLAIN: "rank 0: out of memory", FUSED: "rank 1: also"})}
+    trial: Any = SimpleNamespace(
+        workload=Workload(operator="linear", shape=(8, 4)),
+        engine=SimpleNamespace(heap=heap),
+        pull_s=lambda **_: 0.0,
+        measure=lambda *_, tokens, **__: found[tokens],
+    )
+    rows = [["32", PLAIN, "-", "", "rank 0: out of memory"], ["32", FUSED, "-", "", "rank 1: also"]]
+    assert _tune(trial, TuneOptions(init=__file__, tokens="4,32", folder="."), HERE) == ([], rows)
 
 
 def _tuned(rank: int, world: int, options: dict) -> None:

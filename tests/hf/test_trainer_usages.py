@@ -14,6 +14,7 @@ from odc_triton.hf import ODCTrainer, enable_packing, summed_loss
 from odc_triton.packs.collate import count_target_tokens, pack_collate
 from tests.support.models import build
 from tests.support.trainer_case import (
+    LENGTHS,
     arguments,
     assert_weights_alike,
     logs,
@@ -65,6 +66,15 @@ def test_as_plain(tmp_path: Path) -> None:
     assert ours.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
     assert len(logs(ours, "eval_loss")) > 1
     torch.testing.assert_close(logs(ours, "eval_loss"), logs(plain, "eval_loss"), rtol=1e-4, atol=0)
+
+
+def test_other_data_in_a_second_run(tmp_path: Path) -> None:
+    """As many samples, which are longer, then fewer."""
+    trainer = odc_trainer(str(tmp_path), 1, max_steps=1)
+    for data in (samples(), [{"input_ids": [5] * 40}] * len(LENGTHS), samples()[:5]):
+        trainer.train_dataset = data
+        trainer.train()
+        assert trainer._sampler.lengths == [len(each["input_ids"]) for each in data]
 
 
 def test_bf16(tmp_path: Path) -> None:

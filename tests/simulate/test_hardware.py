@@ -28,6 +28,7 @@ def test_readers_out_of_step_meet_at_ports() -> None:
     """Who once shares a port leaves it together for the next one: the convoy stays. Twice as long and no more."""
     assert 1.3 < slowdown(8, rounds=6) < 2.0
     assert slowdown(2) == 1.0
+    assert [slowdown(ranks) for ranks in (16, 32)] == [1.5948788910788623, 1.7010677835238723]  # bits as recorded
 
 
 def test_reads_and_collectives_in_seconds() -> None:

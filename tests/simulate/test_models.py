@@ -17,6 +17,7 @@ from odc_triton.tools.simulate.run import simulate
 from odc_triton.tools.simulate.study import make_job, rank_settings, usual_links
 from tests.simulate.toys import toy
 from tests.support import slow
+from tests.support.families import causal_lm
 from tests.support.models import MIXTURES, build
 from tests.support.versions import RECURRENT
 from tests.support.vision import FAMILIES
@@ -66,6 +67,15 @@ def test_sizes_are_the_models(name: str, tmp_path: Path) -> None:
         assert model.active_parameters == sum(p.numel() for p in everything) - unused
         billions = [model.parameters / 1e9, model.active_parameters / 1e9]
         assert billions == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def test_a_tokens_experts_by_another_name() -> None:
+    """Gemma 4's `top_k_experts`."""
+    experts = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+    built = causal_lm("Gemma4", **experts)
+    each = sum(p[0].numel() for name, p in built.named_parameters() if ".experts." in name)
+    model = Model.of(built, name="gemma4")
+    assert model.parameters - model.active_parameters == 3 * each
 
 
 def test_memory_is_that_of_memory_plan() -> None:

@@ -101,7 +101,7 @@ class ODCTrainer(ShardedTrainer):
         _check_given(trainer)
         self._records: dict[int, ImageRecords] = {}  # by the id of a data set, which they keep
         super().__init__(model, args, **trainer)
-        self._sampler = sampler
+        self._sampler = self._given_sampler = sampler
         self._target_tokens = 0
         self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
         dft = self._is_sft and getattr(self.args, "loss_type", None) == "dft"
@@ -156,7 +156,7 @@ class ODCTrainer(ShardedTrainer):
         if self._is_streamed:
             return self._stream_loader()
         samples = self._samples(self.train_dataset)
-        sampler = self._sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
+        sampler = self._given_sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
         self._check_sampler(sampler)
         if sampler.split_tokens or sampler.relatives is not None:
             refuse_drawn(samples, sampler.lengths)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +55,39 @@ def read_seconds(starts: Sequence[float], *, rounds: int = 1) -> list[list[float
     Reader r starts at `starts[r]` and pulls shards from one owner after the other (rank + 1, rank + 2, ...), `rounds`
     times without pause. An owner sends to each of n readers at 1 / n of its speed.
     """
-    ranks = len(starts)
-    pulled = [0] * ranks
-    left = [1.0] * ranks  # of the current shard
-    began = list(starts)
+    ranks, nobody = len(starts), len(starts)
+    shards = rounds * (ranks - 1)  # that each pulls
+    pulled, began = [0] * ranks, [*starts]
     took: list[list[float]] = [[] for _ in range(ranks)]
-    now = 0.0
-    while reading := [r for r in range(ranks) if pulled[r] < rounds * (ranks - 1)]:
-        owner = {r: (r + 1 + pulled[r] % (ranks - 1)) % ranks for r in reading if starts[r] <= now}
-        readers = Counter(owner.values())
-        soonest = min(
-            [starts[r] for r in reading if r not in owner] + [now + left[r] * readers[o] for r, o in owner.items()]
-        )
-        for r, o in owner.items():
-            left[r] -= (soonest - now) / readers[o]
-            if left[r] <= 1e-9:
-                pulled[r] += 1
-                left[r] = 1.0
-                if pulled[r] % (ranks - 1) == 0:
-                    took[r].append(soonest - began[r])
-                    began[r] = soonest
+    # Of those that read; of others the owner is `nobody`, and what is left is infinite.
+    owner, left = np.full(ranks, nobody), np.full(ranks, np.inf)  # `left`: of the current shard
+    readers = np.array([0.0] * ranks + [1.0])  # by owner
+    coming = sorted(range(ranks), key=starts.__getitem__, reverse=True)
+    now, reading = 0.0, ranks if shards else 0
+
+    def pull(reader: int) -> None:
+        owner[reader] = (reader + 1 + pulled[reader] % (ranks - 1)) % ranks
+        readers[owner[reader]] += 1
+        left[reader] = 1.0
+
+    while reading:
+        while coming and starts[coming[-1]] <= now:
+            pull(coming.pop())
+        shared_by = readers[owner]
+        ends = [now + (left * shared_by).min(), *(starts[reader] for reader in coming[-1:])]
+        soonest = float(min(ends))
+        left -= (soonest - now) / shared_by
+        for reader in np.flatnonzero(left <= 1e-9).tolist():
+            readers[owner[reader]] -= 1
+            pulled[reader] += 1
+            if pulled[reader] % (ranks - 1) == 0:
+                took[reader].append(soonest - began[reader])
+                began[reader] = soonest
+            if pulled[reader] < shards:
+                pull(reader)
+            else:
+                owner[reader], left[reader] = nobody, np.inf
+                reading -= 1
         now = soonest
     return took
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import in_a_line
 from ...comm.layout import ParameterSpec, find_units, rows_per_rank
 from ...plan.cost import CostModel
-from ...plan.decoder import Decoder, expert_count, is_hybrid
+from ...plan.decoder import CHOSEN_COUNTS, Decoder, expert_count, is_hybrid
+from ...plan.sizes import size_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,7 +165,8 @@ class Model:
         by the model's own weights; a hybrid's by its config. `name`: for tables.
         """
         config, (_, *blocks) = model.config.get_text_config(), _specs_by_unit(model).values()
-        experts, chosen = expert_count(config), getattr(config, "num_experts_per_tok", None) or 1
+        experts = expert_count(config)
+        chosen = size_of(config, *CHOSEN_COUNTS, default=1) if experts else 1
         mixed = [
             spec
             for specs in blocks

@@ -198,6 +198,8 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
             return [], [[str(tokens), next(iter(candidates)), "", "", "the only way here: not measured"]]
         measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
         of = measured[tokens].rounds
+        if not of:  # none fits into memory, or works: what other layers got counts
+            return [], [[str(tokens), way, "-", "", why] for way, why in measured[tokens].refused.items()]
         for words in of:
             if "/gathered/" in words:  # pulled twice, while the unit before computes: only the excess costs time
                 of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
