@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ..base.untyped import untyped
+from ..engine.module import below_wrappers
 from .adapted import base_of
 from .parameters import is_packed, is_transposed, read_whole, sharded_parameters
-
-_WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")  # in the names below checkpoint_wrapper or compile
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
@@ -86,7 +85,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     parameters, own = sharded_parameters(model), _adapters_own(model).items()
     whole = {name: read_whole(model, parameters.get(id(value), value), dtype) for name, value in own}
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."  # added by transformers' add_adapter
-    state = {_WRAPPER.sub("", name): value.contiguous() for name, value in _peft_state(model, whole).items()}
+    state = {below_wrappers(name): value.contiguous() for name, value in _peft_state(model, whole).items()}
     tensors = {f"{prefix}{name}": value for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = untyped(model).peft_config[_adapter(model)]
@@ -157,7 +156,7 @@ def lora_factors(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             if not _adds_pairs(layer, untyped(layer).base_layer):
                 raise NotImplementedError(f"{name} is merged, or a variant of LoRA, or no linear layer")
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
-    return config.to_dict(), {prefix + _WRAPPER.sub("", name): each for name, each in factors.items()}
+    return config.to_dict(), {prefix + below_wrappers(name): each for name, each in factors.items()}
 
 
 def frozen_ids(model: nn.Module) -> set[int]:
@@ -222,7 +221,7 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
         if name == "parametrizations" and isinstance(child, nn.ModuleDict) and all(map(is_packed, child.values())):
             yield from ((f"{prefix}{key}", Origin(untyped(each).original, packed=each)) for key, each in child.items())
         elif child is not None:
-            yield from origins_of(child, prefix + _WRAPPER.sub("", f"{name}."), adapted=adapted)
+            yield from origins_of(child, prefix + below_wrappers(f"{name}."), adapted=adapted)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

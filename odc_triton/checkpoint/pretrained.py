@@ -26,7 +26,7 @@ from torch import nn
 from ..base.errors import CheckpointDiffers, in_a_line
 from ..base.files import reading
 from ..engine.api import engine_of
-from ..engine.module import plain_class
+from ..engine.module import below_wrappers, plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
 from .adapted import base_of, read_config
@@ -308,14 +308,15 @@ def _places(model: nn.Module) -> dict[str, Place]:
             for key in own:
                 places.pop(plain_name(key), None)
             places[plain_name(name)] = weight
-    persistent = part.state_dict().keys()
-    places |= {plain_name(name): value for name, value in part.named_buffers() if name in persistent}
+    persistent = {plain_name(name) for name in part.state_dict()}
+    buffers = ((plain_name(name), value) for name, value in part.named_buffers())
+    places |= {name: value for name, value in buffers if name in persistent}
     return places
 
 
 def plain_name(name: str) -> str:
-    """The name without `base_layer`, PEFT's name for an adapted layer inside its wrapper."""
-    return name.replace(".base_layer.", ".")
+    """The name without those of wrappers: `base_layer`, PEFT's of an adapted layer, and torch's."""
+    return below_wrappers(name).replace(".base_layer.", ".")
 
 
 def _sources(
