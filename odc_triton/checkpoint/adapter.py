@@ -18,6 +18,8 @@ from ..engine.module import below_wrappers
 from .adapted import base_of
 from .parameters import is_packed, is_transposed, read_whole, sharded_parameters
 
+STARTS_AS_BASE = "_odc_starts_as_base"  # in PEFT's wrapper of what is trained whole: it gets the values of the files
+
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     """`peft.get_peft_model(model, config)`, also for a model on the meta device that will be sharded next.
@@ -31,6 +33,7 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     """
     from peft import get_peft_model
     from peft.tuners.lora import LoraConfig, LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
 
     if not isinstance(config, LoraConfig):
         raise NotImplementedError(f"{type(config).__name__} is not supported: give a peft.LoraConfig")
@@ -46,6 +49,8 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
         )
     adapted = get_peft_model(model, config)
     for module in adapted.modules():
+        if isinstance(module, ModulesToSaveWrapper) and any(each.is_meta for each in module.parameters()):
+            vars(module)[STARTS_AS_BASE] = True  # PEFT has copied a classifier's score, which has no values yet
         if not isinstance(module, LoraLayer):
             continue
         for name in module.active_adapters:
