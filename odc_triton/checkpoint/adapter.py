@@ -37,9 +37,11 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
 
     if not isinstance(config, LoraConfig):
         raise NotImplementedError(f"{type(config).__name__} is not supported: give a peft.LoraConfig")
-    if config.use_dora or config.modules_to_save or config.init_lora_weights is not True:
+    needs = config.use_dora or config.modules_to_save or config.trainable_token_indices
+    if needs or config.init_lora_weights is not True:
         raise NotImplementedError(
-            "use_dora, modules_to_save and init_lora_weights need weights to start from: leave them out"
+            "use_dora, modules_to_save, trainable_token_indices and init_lora_weights need weights to start from: "
+            "leave them out"
         )
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
     if source and Path(source).is_dir() and base_of(source) is not None:

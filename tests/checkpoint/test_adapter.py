@@ -177,7 +177,13 @@ def test_a_random_base_has_no_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}]
+    "options",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 8]},
+        {"init_lora_weights": "pissa"},
+    ],
 )
 def test_adapters_that_need_weights_are_refused(options: dict) -> None:
     import peft
