@@ -33,8 +33,6 @@ _IN_ANY_ORDER = (
     "order of their arrival: set it before, or give fully_shard(model, exact=True)"
 )
 
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
-
 
 class Engine(Protocol):
     """One sharded model on one rank: its units and parameters, which take part in the minibatch protocol.
@@ -340,7 +338,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def below_wrappers(name: str) -> str:
     """The name without what torch's checkpoint_wrapper and torch.compile add to it: as in torch's checkpoints."""
-    return _WRAPPERS.sub("", name)
+    return re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)
 
 
 @functools.cache
