@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..base.untyped import untyped
+from ..engine.module import below_wrappers
 from .adapted import base_of
 from .parameters import is_packed, is_transposed, read_whole, sharded_parameters
 
-_WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")  # in the names below checkpoint_wrapper or compile
+STARTS_AS_BASE = "_odc_starts_as_base"  # in PEFT's wrapper of what is trained whole: it gets the values of the files
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
@@ -32,12 +33,15 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     """
     from peft import get_peft_model
     from peft.tuners.lora import LoraConfig, LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
 
     if not isinstance(config, LoraConfig):
         raise NotImplementedError(f"{type(config).__name__} is not supported: give a peft.LoraConfig")
-    if config.use_dora or config.modules_to_save or config.init_lora_weights is not True:
+    needs = config.use_dora or config.modules_to_save or config.trainable_token_indices
+    if needs or config.init_lora_weights is not True:
         raise NotImplementedError(
-            "use_dora, modules_to_save and init_lora_weights need weights to start from: leave them out"
+            "use_dora, modules_to_save, trainable_token_indices and init_lora_weights need weights to start from: "
+            "leave them out"
         )
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
     if source and Path(source).is_dir() and base_of(source) is not None:
@@ -47,6 +51,8 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
         )
     adapted = get_peft_model(model, config)
     for module in adapted.modules():
+        if isinstance(module, ModulesToSaveWrapper) and any(each.is_meta for each in module.parameters()):
+            vars(module)[STARTS_AS_BASE] = True  # PEFT has copied a classifier's score, which has no values yet
         if not isinstance(module, LoraLayer):
             continue
         for name in module.active_adapters:
@@ -86,7 +92,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     parameters, own = sharded_parameters(model), _adapters_own(model).items()
     whole = {name: read_whole(model, parameters.get(id(value), value), dtype) for name, value in own}
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."  # added by transformers' add_adapter
-    state = {_WRAPPER.sub("", name): value.contiguous() for name, value in _peft_state(model, whole).items()}
+    state = {below_wrappers(name): value.contiguous() for name, value in _peft_state(model, whole).items()}
     tensors = {f"{prefix}{name}": value for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = untyped(model).peft_config[_adapter(model)]
@@ -157,7 +163,7 @@ def lora_factors(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             if not _adds_pairs(layer, untyped(layer).base_layer):
                 raise NotImplementedError(f"{name} is merged, or a variant of LoRA, or no linear layer")
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
-    return config.to_dict(), {prefix + _WRAPPER.sub("", name): each for name, each in factors.items()}
+    return config.to_dict(), {prefix + below_wrappers(name): each for name, each in factors.items()}
 
 
 def frozen_ids(model: nn.Module) -> set[int]:
@@ -222,7 +228,7 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
         if name == "parametrizations" and isinstance(child, nn.ModuleDict) and all(map(is_packed, child.values())):
             yield from ((f"{prefix}{key}", Origin(untyped(each).original, packed=each)) for key, each in child.items())
         elif child is not None:
-            yield from origins_of(child, prefix + _WRAPPER.sub("", f"{name}."), adapted=adapted)
+            yield from origins_of(child, prefix + below_wrappers(f"{name}."), adapted=adapted)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

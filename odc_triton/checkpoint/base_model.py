@@ -17,6 +17,7 @@ from torch import nn
 
 from ..base.errors import CheckpointDiffers
 from ..engine.borrowed import BorrowedShard
+from ..engine.module import below_wrappers
 from ..engine.parameter import ShardedParameter
 from ..engine.shard import HeapShard
 from ..nn.operand import kept_dtype
@@ -42,7 +43,7 @@ def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
     if getattr(model, "peft_config", None):
         frozen |= frozen_ids(model)
     return {
-        name: parameters[id(value)]
+        below_wrappers(name): parameters[id(value)]
         for name, value in model.named_parameters(remove_duplicate=False)
         if id(value) in frozen and id(value) in parameters
     }

@@ -25,11 +25,13 @@ from torch import nn
 
 from ..base.errors import CheckpointDiffers, in_a_line
 from ..base.files import reading
+from ..base.untyped import untyped
 from ..engine.api import engine_of
-from ..engine.module import plain_class
+from ..engine.module import below_wrappers, plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
 from .adapted import base_of, read_config
+from .adapter import STARTS_AS_BASE
 from .base_model import ADAPTER
 from .failures import all_or_none, listed
 from .parameters import PackedWeight, Take, sharded_parameters
@@ -212,12 +214,15 @@ def expect_weights(model: nn.Module) -> None:
             vars(parameter)["_is_hf_initialized"] = True
 
 
-def _may_lack(model: nn.Module, name: str) -> bool:
-    """True for a parameter that keeps its random values where the files have none: of a sequence classifier's score."""
+def _is_classifier(model: nn.Module) -> bool:
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    prefix, part = transformers_part(model)
-    return isinstance(part, GenericForSequenceClassification) and name.removeprefix(prefix).startswith("score.")
+    return isinstance(transformers_part(model)[1], GenericForSequenceClassification)
+
+
+def _may_lack(model: nn.Module, name: str) -> bool:
+    """True for a parameter that keeps its random values where the files have none: of a sequence classifier's score."""
+    return _is_classifier(model) and name.removeprefix(transformers_part(model)[0]).startswith("score.")
 
 
 @dataclass(slots=True)
@@ -234,9 +239,10 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
 
     Each rank reads its own rows of each tensor, one tensor at a time; where transformers merges several into one
-    (experts), one result at a time. Values are cast to the masters' dtype. Adapters' weights stay as they are; an
-    adapter in `source` is merged into its base, one layer at a time. Errors come on every rank, before anything is
-    overwritten. Warns of tensors in the files that the model does not have.
+    (experts), one result at a time. Values are cast to the masters' dtype. Adapters' weights stay as they are, but a
+    classifier's score inside of `with_adapter` begins as the files have it. An adapter in `source` is merged into its
+    base, one layer at a time. Errors come on every rank, before anything is overwritten. Warns of tensors in the files
+    that the model does not have.
 
     model: what `fully_shard` returned.
     source: a folder or a hub id.
@@ -252,10 +258,12 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         places = _places(model)
         sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
         base = base_of(source)
-        places = {name: each for name, each in places.items() if name in sources or not _may_lack(model, name)}
-        merge = None if base is None else Merge(_meta_base(str(source)), source, base)
-        changed = [] if merge is None else merge.changed(sources)
-        _check(places, sources, files, model, merge)
+        merge = None if base is None else Merge(_meta_base(str(source), _is_classifier(model)), source, base)
+        changed = [] if merge is None else [name for name in merge.changed(sources) if name in places]
+        known = sources.keys() | {*changed}
+        places = {name: each for name, each in places.items() if name in known or not _may_lack(model, name)}
+        of_adapter = {name for name in changed if name not in sources}
+        _check({name: each for name, each in places.items() if name not in of_adapter}, sources, files, model, merge)
         engine.drain(purpose)
     if base is not None and engine.rank == 0:
         kind = "has an adapter next to its model" if base == str(source) else f"is an adapter of {base}"
@@ -301,6 +309,10 @@ def _places(model: nn.Module) -> dict[str, Place]:
     for name, value in part.named_parameters(remove_duplicate=False):
         if not (prefix and ADAPTER.search(f".{name}")):
             places[plain_name(name)] = parameters.get(id(value), value)
+    for name, wrapper in part.named_modules():
+        for trained in untyped(wrapper).modules_to_save.values() if STARTS_AS_BASE in vars(wrapper) else ():
+            own = trained.named_parameters(prefix=plain_name(name))
+            places |= {key: parameters.get(id(value), value) for key, value in own}
     if "bitsandbytes" in sys.modules:
         from .packing import packed_weights
 
@@ -308,14 +320,15 @@ def _places(model: nn.Module) -> dict[str, Place]:
             for key in own:
                 places.pop(plain_name(key), None)
             places[plain_name(name)] = weight
-    persistent = part.state_dict().keys()
-    places |= {plain_name(name): value for name, value in part.named_buffers() if name in persistent}
+    persistent = {plain_name(name) for name in part.state_dict()}
+    buffers = ((plain_name(name), value) for name, value in part.named_buffers())
+    places |= {name: value for name, value in buffers if name in persistent}
     return places
 
 
 def plain_name(name: str) -> str:
-    """The name without `base_layer`, PEFT's name for an adapted layer inside its wrapper."""
-    return name.replace(".base_layer.", ".")
+    """The name without those of wrappers: `base_layer`, PEFT's of an adapted layer, and torch's."""
+    return below_wrappers(name).replace(".base_layer.", ".")
 
 
 def _sources(

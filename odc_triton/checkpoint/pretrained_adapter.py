@@ -63,13 +63,16 @@ class Merge:
         return self.origins[one].key() != self.origins[other].key()
 
     def changed(self, sources: dict[str, Any]) -> list[str]:
-        """The names of tensors that are not the base's. Adds to `sources`, by name, those of tied tensors."""
+        """The names of tensors that are not the base's, of which it may have none, as of a classifier's score. Adds to
+        `sources`, by name, those of tied tensors.
+        """
         for names in self._tied.values():
             for found in [name for name in names if name in sources][:1]:
                 for name in names:
                     sources.setdefault(name, sources[found])
-        changed = [name for name, each in self.origins.items() if each.layer or each.pairs or not each.value.is_meta]
-        return [name for name in changed if name in sources]
+        own = {name for name, each in self.origins.items() if not (each.layer or each.value.is_meta)}
+        merged = {name for name, each in self.origins.items() if (each.layer or each.pairs) and name in sources}
+        return [name for name in self.origins if name in own | merged]
 
     def whole(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The whole merged tensor `name`. `read(name)`: a whole tensor of the base."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
 from ..base.untyped import untyped
+from ..engine.module import below_wrappers
 from ..optim import adamw8bit
 from .dcp import tensors_of
 from .failures import listed
@@ -36,7 +37,7 @@ def to_save(model: nn.Module, optimizer: Optimizer, *, without: Collection[str] 
         of_model, of_optimizer = get_state_dict(model, optimizer)
         return {"model": _left(of_model, without), "optimizer": of_optimizer}
     # torch's function for optimizers would create states by a step with a learning rate of 0, which would be counted.
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): below_wrappers(name) for name, parameter in model.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     optimizer_state = {"state": {}, "param_groups": groups}
     return {"model": _left(get_model_state_dict(model), without), "optimizer": optimizer_state}
@@ -108,7 +109,8 @@ def _prefix(name: str, there: dict[str, TensorStorageMetadata]) -> str:
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held)
+    named = model.named_parameters()
+    return ((below_wrappers(name), parameter) for name, parameter in named if id(parameter) in held)
 
 
 def _optimizer_to_load(

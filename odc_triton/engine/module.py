@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
@@ -289,6 +290,7 @@ class ODCModule(nn.Module if TYPE_CHECKING else object):
         if hasattr(state_dict, "_metadata"):  # versions of the modules' formats
             vars(local)["_metadata"] = state_dict._metadata
         for name, sharded in self.named_parameters(remove_duplicate=False):
+            name = name if name in local else below_wrappers(name)
             value, parameter = local.get(name), parameters.get(id(sharded))
             if value is not None and parameter is not None and isinstance(parameter.shard, BorrowedShard):
                 self._odc_engine.refuse_borrowed(
@@ -332,6 +334,11 @@ def _is_whole(value: Any, parameter: ShardedParameter) -> TypeGuard[torch.Tensor
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that a sharded module had before `attach` mixed ODCModule into it."""
     return type(module).__mro__[2]
+
+
+def below_wrappers(name: str) -> str:
+    """The name without what torch's checkpoint_wrapper and torch.compile add to it: as in torch's checkpoints."""
+    return re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)
 
 
 @functools.cache

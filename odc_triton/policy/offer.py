@@ -219,6 +219,13 @@ def _file(contents: Iterable[bytes]) -> int:
         os.close(fd)
 
 
+def _hang_up(end: socket.socket) -> None:
+    """Ends a connection, or takes no more, also if a forked process, as a data loader's worker, still has it."""
+    with contextlib.suppress(OSError):  # the other end has done so
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+
+
 class _OfferServer:
     """Rank 0's thread: see the notes above. `files`: what each reader gets; the first two are this object's own.
     `pids`: of the ranks whose memory is offered.
@@ -240,7 +247,7 @@ class _OfferServer:
         self._is_closing = True
         self._thread.join()
         for each in [*self._readers, self._listener]:
-            each.close()
+            _hang_up(each)
         for fd in self._files[:2]:
             os.close(fd)
         self._publication.pinned.show(0)
@@ -298,7 +305,7 @@ class _OfferServer:
 
     def _drop(self, reader: socket.socket, selector: selectors.BaseSelector) -> None:
         selector.unregister(reader)
-        reader.close()
+        _hang_up(reader)
         self._readers.discard(reader)
         if self._pins.pop(reader, None) is not None:
             self._show()

@@ -25,8 +25,6 @@ from .collect import Description, FoundParameter
 _WRAPPERS = re.compile(
     r"^base_model\.model\.|\b(base_layer|token_adapter|original_module|_checkpoint_wrapped_module|_orig_mod)\."
 )
-
-
 _OF_PEFT = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 
 

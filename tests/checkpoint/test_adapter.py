@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odc_triton import fully_shard, minibatch
+from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
 from odc_triton.checkpoint.adapter import lora_factors
@@ -19,7 +19,7 @@ from odc_triton.checkpoint.base_model import base_name
 from odc_triton.checkpoint.dcp import read_metadata, tensors_of
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
-from tests.support.families import with_lora
+from tests.support.families import causal_lm, with_lora
 from tests.support.models import CASES, build, microbatches
 
 # PEFT asks transformers by a name that is going away.
@@ -132,6 +132,39 @@ def test_first_values_are_pefts() -> None:
         assert (0.1 < value.abs().max() <= 32**-0.5) if "lora_A" in name else not value.any()
 
 
+def test_the_score_of_a_classifier(tmp_path: Path) -> None:
+    """It is that of the adapter, or of the files, also below a new adapter; in those of a causal LM there is none."""
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    base, of_lm, of_classifier, whole = (tmp_path / name for name in ("base", "lm", "classifier", "whole"))
+    lm = causal_lm("Qwen2", tie_word_embeddings=True)
+    lm.save_pretrained(base)
+    lm.name_or_path = str(base)
+    lora = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    peft.get_peft_model(lm, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).save_pretrained(of_lm)
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(task_type="SEQ_CLS", **lora))
+    adapted.base_model.model.score.modules_to_save["default"].weight.data.fill_(3.0)
+    adapted.save_pretrained(of_classifier)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(whole)
+
+    def loaded(source: Path, **new: Any) -> dict[str, torch.Tensor]:
+        model = meta_causal_lm(model=str(source), scores=True)
+        model = fully_shard(with_adapter(model, peft.LoraConfig(**new)) if new else model)
+        load_pretrained_shards(model, source)
+        return dict(full_parameters(model))
+
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(loaded(of_lm)[q_proj], lm.state_dict()["model.layers.0.self_attn.q_proj.base_layer.weight"])
+    found = loaded(of_classifier)
+    torch.testing.assert_close(found[q_proj], merged.get_parameter(q_proj).detach())  # products in another order
+    assert found["score.weight"].unique().tolist() == [3.0]
+    found = loaded(whole, task_type="SEQ_CLS", target_modules=["q_proj"])
+    assert found["base_model.model.score.modules_to_save.default.weight"].unique().tolist() == [3.0]
+
+
 def test_a_random_base_has_no_name(tmp_path: Path) -> None:
     """So checkpoints hold it: nothing else does."""
     import peft
@@ -144,7 +177,13 @@ def test_a_random_base_has_no_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}]
+    "options",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 8]},
+        {"init_lora_weights": "pissa"},
+    ],
 )
 def test_adapters_that_need_weights_are_refused(options: dict) -> None:
     import peft

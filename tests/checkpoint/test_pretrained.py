@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from odc_triton import full_parameters, fully_shard
@@ -19,6 +20,7 @@ from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, Checkpo
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from odc_triton.checkpoint.pretrained import load_causal_lm
 from odc_triton.checkpoint.write_pretrained import is_of_a_model
+from odc_triton.engine.module import below_wrappers
 from odc_triton.jobs.data.tokenizer import read_tokenizer
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
@@ -135,6 +137,17 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(CheckpointFailed, match=r"model\.safetensors\.index\.json: it has no weights"):
         load_pretrained_shards(model, tmp_path / "none")
+
+
+def test_a_folder_below_wrappers(tmp_path: Path) -> None:
+    build("qwen2", seed=3).save_pretrained(tmp_path)
+    model = meta_causal_lm(model=str(tmp_path))
+    model.model.layers = nn.ModuleList(map(checkpoint_wrapper, model.model.layers))
+    load_pretrained_shards(model := fully_shard(model), tmp_path)
+    got, want = dict(full_parameters(model)), dict(build("qwen2", seed=3).named_parameters())
+    assert [*map(below_wrappers, got)] == [*want]
+    for value, its in zip(got.values(), want.values(), strict=True):
+        assert torch.equal(value, its)
 
 
 def test_a_cut_file(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from odc_triton.checkpoint.folder import Manifest
+from odc_triton import fully_shard, minibatch
+from odc_triton.checkpoint.folder import Manifest, load_checkpoint, write_checkpoint
 from odc_triton.checkpoint.random_state import random_state, restore_random_state
 from odc_triton.jobs.checkpoints.steps import Checkpoints
-from tests.support import ranks
+from tests.support import blocks, ranks
 from tests.support.checkpointed import make, train
 
 SAVED_AT, STEPS = 2, 4
@@ -75,6 +78,29 @@ def test_resuming_on_other_ranks(tmp_path: Path) -> None:
         for got, _ in resumed:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
         assert len({drawn for _, drawn in resumed}) == 3, "random numbers of their own"
+
+
+def _wrapped(wrap: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = blocks.build()
+    model.blocks = nn.ModuleList(map(wrap, model.blocks))
+    return (model := fully_shard(model)), torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_wrapped_modules(tmp_path: Path) -> None:
+    """The names in a checkpoint are those without wrappers: it is read with them, and without."""
+    model, optimizer = _wrapped(checkpoint_wrapper)
+    write_checkpoint(tmp_path / "first", model=model, optimizer=optimizer, state={}, step=0)
+    with minibatch(model, tokens=1):
+        model(blocks.batch(0)).sum().backward()
+    optimizer.step()
+    write_checkpoint(tmp_path / "second", model=model, optimizer=optimizer, state={}, step=1)
+    want = [optimizer.state[each]["exp_avg"].full_tensor() for each in model.parameters()]
+    for wrap in (checkpoint_wrapper, lambda module: module):
+        model, optimizer = _wrapped(wrap)
+        load_checkpoint(tmp_path / "first", model=model, optimizer=optimizer)
+        load_checkpoint(tmp_path / "second", model=model, optimizer=optimizer)
+        got = [optimizer.state[each]["exp_avg"].full_tensor() for each in model.parameters()]
+        assert all(map(torch.equal, got, want))
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:

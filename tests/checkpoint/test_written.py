@@ -16,6 +16,7 @@ from torch import nn
 
 from odc_triton import fully_shard, minibatch, offer_policy, replace_layers
 from odc_triton.checkpoint import save_pretrained
+from odc_triton.checkpoint.dcp import read_metadata, tensors_of
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.checkpoint.pretrained_tensors import require_written
 from odc_triton.jobs.vllm.policy_server import difference
@@ -187,6 +188,8 @@ def _adapted(rank: int, world: int, folder: Path, kinds: list[str]) -> None:
                     _equal(f"merged {kind}", _logits(AutoModelForCausalLM.from_pretrained(here / "merged")), want, 1e-4)
             _wait(world)
             write_checkpoint(here / "checkpoint", model=model, optimizer=optimizer, state={}, step=1)
+            if kind == "blocks are wrapped":
+                assert not any("base_layer" in name for name in tensors_of(read_metadata(here / "checkpoint")))
             other = _base_of(kind, here / "base")
             torch.manual_seed(1)
             other = _adapter_of(kind, other)

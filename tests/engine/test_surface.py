@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard
 
 from odc_triton import (
@@ -229,6 +230,15 @@ def _state_dicts(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
     assert model.load_state_dict({}, strict=False).missing_keys
+
+
+def test_whole_tensors_below_a_wrapper() -> None:
+    other, model = Small(), Small()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    model = fully_shard(model)
+    model.load_state_dict(other.state_dict())
+    for (_, value), want in zip(full_parameters(model), other.parameters(), strict=True):
+        assert torch.equal(value, want)
 
 
 def _frozen_later(rank: int, world: int) -> None:

@@ -270,6 +270,19 @@ def test_addresses_that_offer_nothing(policy: _Policy) -> None:
         read_policy(policy.offer.address)
 
 
+def test_an_offer_ends_also_in_forked_processes(policy: _Policy) -> None:
+    server = policy.offer._server
+    assert server is not None
+    kept = [each.dup() for each in (server._listener, *server._readers)]  # as a data loader's worker has them
+    policy.offer.close()
+    with pytest.raises(PolicyUnavailable, match="it ended"):
+        policy.reader.read(_values)
+    with pytest.raises(PolicyUnavailable, match="refused"):
+        read_policy(policy.offer.address, timeout=0.2)
+    for each in kept:
+        each.close()
+
+
 def test_a_job_that_stands_still_is_not_waited_for(policy: _Policy) -> None:
     reader = read_policy(policy.offer.address, timeout=0.2)
     policy.model._odc_engine.publication.announce()
