@@ -275,6 +275,22 @@ def test_the_targets_of_all_data_are_counted_once_a_step() -> None:
     counts.assert_called_once()
 
 
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_a_fused_head_stays_fused_in_evaluation(kind: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = mock.Mock(model=kind.from_config(AutoConfig.from_pretrained(folder / "config.json")), per_step=2)
+    run._samples.return_value, run._objective.return_value.means.return_value = [*range(4)], {}
+    seen: list[set[str]] = []
+
+    def training(model: nn.Module, *_: Any, **how: Any) -> mock.Mock:
+        seen.append({name for name, each in model.named_modules() if each.training})
+        return mock.Mock()
+
+    monkeypatch.setattr("odc_triton.jobs.train.pairs_run.evaluate", training)
+    PairRun.evaluate(run)
+    assert seen == [{"lm_head"} if kind is AutoModelForCausalLM else set()]
+    assert all(each.training for each in run.model.modules())
+
+
 @pytest.mark.parametrize("job", KINDS)
 def test_a_step_across_two_passes_may_have_a_pair_twice(job: str, folder: Path) -> None:
     changes = {"pairs_per_rank": 30, "steps": 3, "token_cap": 4000, "out": str(folder / "out" / f"{job}-twice")}
