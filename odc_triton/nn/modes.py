@@ -12,14 +12,16 @@ _MODES = ("training", "support_avx512bf16_for_cpu")
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module, *, but: nn.Module | None = None) -> Iterator[None]:
     """`model` in evaluation mode; afterwards each module has the mode that it had, as another model may share it.
-    Weights stay as they are.
+    Weights stay as they are. `but`: a head, which if fused would compute full logits in evaluation.
     """
     kept = [(each, name, vars(each)[name]) for each in model.modules() for name in _MODES if name in vars(each)]
     for module, name, _ in kept:
         setattr(module, name, module.training and name == "training")
     model.eval()
+    if but is not None:
+        but.training = True  # not `train()`, for dropout of adapters
     try:
         yield
     finally:

@@ -117,9 +117,7 @@ def distillation_loss(
 @torch.no_grad()
 def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLogits:
     """Logits of the pack's targets by a model that is only read: in evaluation mode, but for a fused head's."""
-    with evaluating(model):
-        # A fused head computes full logits in evaluation; not `train()`, for dropout of adapters.
-        innermost(model).get_output_embeddings().training = True
+    with evaluating(model, but=innermost(model).get_output_embeddings()):
         return predictions(model, pack)[0]
 
 

@@ -92,6 +92,8 @@ def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
         ("balance: [off]", r"balance is \[False\]; choose one of mini, queue"),
         ("", "has no options: give lines such as"),
         ("a: [", "is not valid YAML: while parsing"),
+        ("data: 2026-13-01", "is not valid YAML: month must be in 1..12"),
+        ("a: " + "[" * 1000, "is not valid YAML: maximum recursion depth exceeded"),
         ("data: !!python/object:os.system a", "is not valid YAML: could not determine a constructor"),
     ],
 )

@@ -86,6 +86,13 @@ def test_several_files_and_their_weights(folder, capsys):
         assert re.search(rf"{numbers}  of .*{re.escape(file.name)}, weight {weight:g}$", line)
 
 
+@pytest.mark.parametrize(("weights", "said"), [(["1"], "1 weights and 2 data sets"), (["1", "-1"], "weight is -1.0")])
+def test_weights_are_checked_before_files_are_read(weights, said, capsys):
+    given = [word for weight in weights for word in ("--data-weight", weight)]
+    assert main(["data", "inspect", "none.jsonl", "none.jsonl", "--tokenizer", "none", *given]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_what_shared_prefixes_save(folder, capsys):
     """By the model's cost, of samples cut off at the cap; a token is a letter here, or a mark."""
     asked = [{"prompt": "w" * 200, "completion": letter * 50} for letter in "abc"]

@@ -46,6 +46,9 @@ def job(rank: int, world: int, wanted: SftOptions, prompts: GrpoOptions) -> tupl
     """What GRPO's epochs take, what SFT holds out, and the targets of SFT's samples."""
     assert jobs.train(rank, world, [wanted]) == [jobs.ENDED]
     mesh = default_mesh(timedelta(seconds=LONG_S), "cpu", replicas=None)
+    for prepare, given in ((grpo.prepare, prompts), (sft.prepare, replace(wanted, out=f"{wanted.out}-held"))):
+        with pytest.raises(ValueError, match=r"an epoch has 17 .* one step takes 18"):  # of which the folder is free
+            prepare(replace(given, **{given.per_rank: 18}), mesh=mesh)
     prepared = grpo.prepare(prompts, mesh=mesh)
     prepared.folder.release()
     taken = [[prepared.data[i].given for i in prepared.mix.order(epoch, "prompts 0")] for epoch in range(2)]

@@ -13,8 +13,10 @@ from torch import nn
 
 from odc_triton import fully_shard
 from odc_triton.engine.api import engine_of
+from odc_triton.jobs.reports.report import curve_figure
 from odc_triton.jobs.train.agreement import IdleTime
 from odc_triton.jobs.train.metrics import Progress, in_two_lines
+from odc_triton.jobs.train.outcome import _curves
 from odc_triton.jobs.train.report_words import answers, in_words
 from odc_triton.jobs.train.run import Run, RunState
 from tests.support import ranks
@@ -102,22 +104,28 @@ def test_a_console_that_cannot_write_a_completion_does_not_end_the_run(monkeypat
         ({"lora_rank": 4, "out": "my out"}, [{"loss": 2.0}], {"What next?": "`odc-triton export 'my out' --merge --o"}),
         ({"out": "my out"}, [{"loss": 2.0}], {"What next?": "--config 'my out/run.yaml' --resume"}),
         ({}, [], {"Did it learn?": "no step was taken", "What next?": "`--eval-data FILE` tells"}),
+        ({"state": RunState(step=3)}, [{"loss": 2.0}], {"What next?": "run.yaml --resume auto --early-stopping 4`"}),
     ],
 )
 def test_answers_of_a_report(kind: dict[str, Any], steps: list[dict[str, Any]], says: dict[str, str]) -> None:
     usual = {"seconds": 1.0, "idle": 0.1, "tokens": 10}
     lines = [{"step": at, **usual, **each} for at, each in enumerate(steps, start=1)]
     given = {"model": "m", "init": None, "data": ["d"], "out": "out", "lora_rank": 0, "warmup_steps": 0, "lr": 0.1}
-    given |= {"keep_best": False, "per_rank": "samples_per_rank"}
+    given |= {"keep_best": False, "early_stopping": 2, "per_rank": "samples_per_rank"}
     run = {"options": SimpleNamespace(**given | kind), "kind": "train sft", "steps": 4, "measure": "eval_loss"}
-    run |= {"more_is_better": False, "evaluates": False, "in_words": lambda: "it"}
+    run |= {"more_is_better": False, "evaluates": False, "in_words": lambda: "it", "state": RunState(step=4)}
     found = answers(SimpleNamespace(**run | kind), lines, [])
     assert found["The run"] == "m on d: it"
     for question, text in says.items():
         assert text in found[question]
-    assert "--steps 8" in found["What next?"]
+    assert ("--steps 8" in found["What next?"]) == ("state" not in kind)
     assert ("much idle time" in found["What next?"]) == any(line["idle"] > 0.15 for line in lines)
     assert ("worse" in found["Did it learn?"]) == ("evaluates" in kind)
+
+
+def test_curves_of_a_branch_begin_at_its_first_step() -> None:
+    (curves,) = _curves([{"step": step, "loss": 1 / step} for step in (8, 9, 10)])
+    assert curve_figure(curves).axes[0].lines[0].get_xdata().tolist() == [8, 9, 10]
 
 
 def _sound(rank: int, world: int) -> list[bool]:

@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from odc_triton.checkpoint import meta_causal_lm
 from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_source
 from odc_triton.jobs.data.preferences import PairSource, pair_of
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import RecordRows
-from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
+from odc_triton.jobs.train.model import name_special_tokens
+from odc_triton.jobs.train.model_card import write_card
 from odc_triton.jobs.train.pairs_options import DpoOptions, OrpoOptions, PairOptions, RewardOptions
 from odc_triton.jobs.train.pairs_run import PairRun, _Scored
 from odc_triton.plan.order import Mix, in_passes
@@ -233,6 +236,34 @@ def test_a_reward_model_is_scored_where_transformers_scores_it(folder: Path) -> 
         torch.testing.assert_close(scored, model.score(hidden)[0, -2])
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT
+def test_texts_that_end_with_padding_are_scored_as_in_training(folder: Path, tmp_path: Path) -> None:
+    """Neither the base's config nor its tokenizer has a padding token, as those of GPT-2."""
+    from peft import LoraConfig, get_peft_model
+
+    tokenizer = to_transformers(load_tokenizer(folder / "tokenizer.json"))
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    model = meta_causal_lm(model=folder / "base", scores=True)
+    name_special_tokens(model, tokenizer)  # as runs and `export` do
+    assert model.config.pad_token_id == tokenizer.eos_token_id
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path))
+    (tmp_path / "README.md").unlink()  # of PEFT
+    write_card(tmp_path, {"job": "reward", "data": "pairs.jsonl", "model": "base"}, [])
+    code = (tmp_path / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {}
+    exec(code.replace('folder = "."', f"folder = {str(tmp_path)!r}"), found)
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        for text, score in zip(found["texts"], found["scores"], strict=True):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            assert ids[0, -1] == tokenizer.eos_token_id
+            assert score == pytest.approx(adapted(input_ids=ids[:, :-1]).logits.item(), rel=1e-5)
+
+
 def test_the_targets_of_all_data_are_counted_once_a_step() -> None:
     counts = mock.PropertyMock(return_value=np.arange(8))
     run = mock.Mock(data=type("Data", (), {"target_counts": counts})(), mix=Mix((4,)), per_step=6)
@@ -242,6 +273,22 @@ def test_the_targets_of_all_data_are_counted_once_a_step() -> None:
     pairs = in_passes(run.mix, 0, 6, seed="pairs 0")
     assert run.stepped.call_args.args[1] == sum(4 * pair + 1 for pair in pairs)
     counts.assert_called_once()
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_a_fused_head_stays_fused_in_evaluation(kind: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = mock.Mock(model=kind.from_config(AutoConfig.from_pretrained(folder / "config.json")), per_step=2)
+    run._samples.return_value, run._objective.return_value.means.return_value = [*range(4)], {}
+    seen: list[set[str]] = []
+
+    def training(model: nn.Module, *_: Any, **how: Any) -> mock.Mock:
+        seen.append({name for name, each in model.named_modules() if each.training})
+        return mock.Mock()
+
+    monkeypatch.setattr("odc_triton.jobs.train.pairs_run.evaluate", training)
+    PairRun.evaluate(run)
+    assert seen == [{"lm_head"} if kind is AutoModelForCausalLM else set()]
+    assert all(each.training for each in run.model.modules())
 
 
 @pytest.mark.parametrize("job", KINDS)

@@ -83,7 +83,7 @@ def read_pairs(path: str | os.PathLike) -> Pairs:
         values = yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{path} can't be read ({error.strerror}): give a file of options") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # also of dates such as 2026-13-01
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} has no options: give lines such as 'token-cap: 4096'")

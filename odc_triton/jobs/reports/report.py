@@ -188,6 +188,7 @@ class Curves:
 
     title: str
     label: str = ""  # of the values' axis, where the title does not say it
+    first: int = 1  # step
     values: Mapping[str, Sequence[float]]
 
 
@@ -200,7 +201,7 @@ def curve_figure(curves: Curves) -> Figure:
         label = f"\u200b{name}"  # matplotlib hides labels that begin with an underscore
         alone = "o" if np.isnan(values).any() else None  # a value between gaps has no line
         style = {"color": CURVES[index % len(CURVES)], "lw": width, "marker": alone, "markersize": 5}
-        axes.plot(range(1, len(values) + 1), values, label=label, **style)
+        axes.plot(range(curves.first, curves.first + len(values)), values, label=label, **style)
     axes.set_xlabel("step", color=FAINT)
     plain = [axes.set_ylabel(curves.label, color=FAINT)]
     axes.grid(alpha=0.25)

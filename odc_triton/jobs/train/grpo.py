@@ -99,22 +99,24 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
             print(f"all completions are sampled before the update: {options.needs_phases}", flush=True)
         return {"prepared": [each.digest() for each in found]}
 
-    taken, folder = take_folder(options, read, mesh=mesh)
-    found = _read(options, tokenizer, shards)
-    if [each.digest() for each in found] != taken["identity"]["prepared"]:
-        raise ValueError(f"{', '.join(options.data)} is not the same here as on rank 0: give all ranks the same files")
-    learned, evaluation = found[: len(options.data)], found[len(options.data) :]
-    mix = mix_of(options, [len(each) for each in learned], world)
-    return Prepared(
-        tokenizer=tokenizer,
-        data=joined_prompts(learned, mix.copies),
-        evaluation=evaluation[0] if evaluation else None,
-        mix=mix,
-        identity=taken["identity"],
-        folder=folder,
-        **taken["before"],
-        **_largest(options, tokenizer, found),
-    )
+    with take_folder(options, read, mesh=mesh) as (taken, folder):
+        found = _read(options, tokenizer, shards)
+        if [each.digest() for each in found] != taken["identity"]["prepared"]:
+            raise ValueError(
+                f"{', '.join(options.data)} is not the same here as on rank 0: give all ranks the same files"
+            )
+        learned, evaluation = found[: len(options.data)], found[len(options.data) :]
+        mix = mix_of(options, [len(each) for each in learned], world)
+        return Prepared(
+            tokenizer=tokenizer,
+            data=joined_prompts(learned, mix.copies),
+            evaluation=evaluation[0] if evaluation else None,
+            mix=mix,
+            identity=taken["identity"],
+            folder=folder,
+            **taken["before"],
+            **_largest(options, tokenizer, found),
+        )
 
 
 def _largest(options: GrpoOptions, tokenizer: Any, found: list[Prompts]) -> dict[str, int]:

@@ -48,8 +48,6 @@ def build_model(
     if options.quantize is not None:
         quantise(model, options.quantize, options.dtype)
     name_special_tokens(model, tokenizer)
-    if scores and model.config.get_text_config().pad_token_id is None:  # else transformers takes one text at a time
-        model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.eos_token_id
     check_fit(model, longest, largest_token, remedy=options.shortens)
     cost = CostModel.from_config(model.config.get_text_config())
     try:
@@ -153,11 +151,15 @@ def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:
 
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
-    """Gives the model's configs the tokenizer's special tokens that they lack: `generate` stops at the end token."""
+    """Gives the model's configs the tokenizer's special tokens that they lack: `generate` stops at the end token, and a
+    classifier scores the last token that is no padding, without which transformers takes one text at a time.
+    """
     for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
                 setattr(config, name, getattr(tokenizer, name, None))
+    if isinstance(model, GenericForSequenceClassification) and model.config.get_text_config().pad_token_id is None:
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.eos_token_id
 
 
 def precision(dtype: str | None) -> MixedPrecisionPolicy | None:

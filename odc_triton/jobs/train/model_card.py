@@ -21,7 +21,7 @@ _IN_TEXT = {*PATHS, "data", "eval_data", "data_weight", "tokenizer", "steps", "e
 _ALWAYS = {"lr": "peak learning rate", "dtype": "dtype of compute"}  # and what a step takes: these make the model
 _SCORE = """## Scoring
 
-The score is that of the last token, which is the end token in training.
+The score is that of the last token that is no padding: the end token, unless that is the padding too.
 
 ```python
 import torch
@@ -42,7 +42,10 @@ _MODEL = {
 }
 _ADAPTERS = {
     "imports": "from peft import AutoPeftModelForSequenceClassification",
-    "load": "AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)",
+    "load": """AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+config = model.config.get_text_config()
+if config.pad_token_id is None:  # as in training
+    config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id""",
 }
 
 

@@ -125,6 +125,7 @@ def _curves(metrics: Sequence[Metrics]) -> list[Curves]:
     return [
         Curves(
             title=", ".join(names),
+            first=metrics[0]["step"],  # a branch begins later
             values={n: [math.nan if line.get(n) is None else line[n] for line in metrics] for n in names},
         )
         for names in images

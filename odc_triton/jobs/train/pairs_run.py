@@ -112,7 +112,7 @@ class PairRun(Run):
         objective, count = self._objective(rows), len(rows) // 2
         parts = [range(first, min(first + self.per_step, count)) for first in range(0, count, self.per_step)]
         packs = [self._packs(rows, part) for part in parts]
-        with evaluating(self.model):
+        with evaluating(self.model, but=self.model.get_output_embeddings()):
             report = evaluate(self.model, packs, objective, purpose=purpose, collate=objective.collate)
         self.idle.restart()
         return {f"eval_{name}": value for name, value in objective.means(report.sums).items()}

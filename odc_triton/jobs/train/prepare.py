@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,10 +85,12 @@ def mix_of(options: RunOptions, sizes: Sequence[int], ranks: int) -> Mix:
     return mix
 
 
+@contextlib.contextmanager
 def take_folder(
     options: RunOptions, read: Callable[[RunFolder], dict[str, Any]], *, mesh: DeviceMesh
-) -> tuple[dict[str, Any], RunFolder | None]:
-    """Rank 0 takes the folder and reads the data. Returns (the result of `read`, rank 0's folder). Collective.
+) -> Iterator[tuple[dict[str, Any], RunFolder | None]]:
+    """Rank 0 takes the folder and reads the data. Gives (the result of `read`, rank 0's folder), which an error in the
+    block releases. Collective.
 
     `read` returns JSON whose `prepared` are digests of the data. The result also has what `Prepared` has of a run
     before. Raises HasEnded if the run in the folder is over.
@@ -125,10 +127,13 @@ def take_folder(
             raise
 
     made = on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
-    if "ended" in made:
+    try:
+        if "ended" in made:
+            raise HasEnded(made["ended"])
+        yield made, folder if grid_of(mesh).rank == 0 else None
+    except BaseException:
         folder.release()
-        raise HasEnded(made["ended"])
-    return made, folder if grid_of(mesh).rank == 0 else None
+        raise
 
 
 # The errors of `on_rank_0` on the other ranks: the first of these that rank 0's error is an instance of.

@@ -117,7 +117,9 @@ def _next(run: Run, metrics: Sequence[Metrics]) -> str:
         lines = [f"use adapter/ with PEFT; one model of both: `{export}`"]
     else:
         lines = [f"use model/ with transformers, vLLM and others: `from_pretrained({f'{options.out}/model'!r})`"]
-    lines.append(f"train it further: `{command} --steps {2 * run.steps}`")
+    ended_early = run.state.step < run.steps
+    more = f"--early-stopping {2 * options.early_stopping}" if ended_early else f"--steps {2 * run.steps}"
+    lines.append(f"train it further: `{command} {more}`")
     if options.warmup_steps >= run.steps:
         lines.append(
             f"all steps were warm-up, so the learning rate never reached {options.lr:g}: lower `--warmup-steps`"

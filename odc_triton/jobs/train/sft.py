@@ -157,31 +157,31 @@ def prepare(options: SampleOptions, *, mesh: DeviceMesh, data: Path | None = Non
         paths = tokenize(options, data or folder.file("data"), mesh.size(mesh.ndim - 1), processor or tokenizer)
         return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
 
-    taken, folder = take_folder(options, read, mesh=mesh)
-    sets = [TokenizedDataset.load(Path(path), processor=processor) for path in taken["paths"]]
-    largest = max(each.largest_token for each in sets)
-    learned, evaluation = sets[: len(options.data)], sets[len(options.data) :]
-    if options.eval_fraction:
-        how = {"seed": options.seed, "pairs": options.pairs}
-        parts = [split_samples(each, options.eval_fraction, **how) for each in learned]
-        learned, evaluation = map(list, zip(*parts, strict=True))
-        if folder is not None:
-            things, each = ("pairs", 2) if options.pairs else ("samples", 1)
-            held_out, others = (sum(map(len, sets)) // each for sets in (evaluation, learned))
-            print(f"{held_out} {things} are held out, {others} are learned", flush=True)
-    mix = mix_of(options, [len(each) // (1 + options.pairs) for each in learned], world)
-    data = _joined(learned, mix.copies)
-    return Prepared(
-        tokenizer=tokenizer,
-        data=data,
-        evaluation=_joined(evaluation) if evaluation else None,
-        mix=mix,
-        longest=max(int(each.lengths.max()) for each in (*learned, *evaluation)) + options.more_tokens,
-        largest_token=largest,
-        identity=taken["identity"],
-        folder=folder,
-        **taken["before"],
-    )
+    with take_folder(options, read, mesh=mesh) as (taken, folder):
+        sets = [TokenizedDataset.load(Path(path), processor=processor) for path in taken["paths"]]
+        largest = max(each.largest_token for each in sets)
+        learned, evaluation = sets[: len(options.data)], sets[len(options.data) :]
+        if options.eval_fraction:
+            how = {"seed": options.seed, "pairs": options.pairs}
+            parts = [split_samples(each, options.eval_fraction, **how) for each in learned]
+            learned, evaluation = map(list, zip(*parts, strict=True))
+            if folder is not None:
+                things, each = ("pairs", 2) if options.pairs else ("samples", 1)
+                held_out, others = (sum(map(len, sets)) // each for sets in (evaluation, learned))
+                print(f"{held_out} {things} are held out, {others} are learned", flush=True)
+        mix = mix_of(options, [len(each) // (1 + options.pairs) for each in learned], world)
+        data = _joined(learned, mix.copies)
+        return Prepared(
+            tokenizer=tokenizer,
+            data=data,
+            evaluation=_joined(evaluation) if evaluation else None,
+            mix=mix,
+            longest=max(int(each.lengths.max()) for each in (*learned, *evaluation)) + options.more_tokens,
+            largest_token=largest,
+            identity=taken["identity"],
+            folder=folder,
+            **taken["before"],
+        )
 
 
 def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[int] | None = None) -> PreparedSamples:

@@ -186,8 +186,7 @@ class SftRun(Run):
         each = grid.replicas
         plans += [make_plan(samples.some(longer[at : at + each]), limits) for at in range(0, len(longer), each)]
         own, purpose = [plan.packs(grid.rank) for plan in plans], f"evaluation after step {self.state.step}"
-        with evaluating(self.model):
-            self.model.get_output_embeddings().train()  # a fused head computes full logits in evaluation
+        with evaluating(self.model, but=self.model.get_output_embeddings()):
             how = {"collate": self._collate_of(data), "ahead": data.images is not None}
             report = evaluate(self.model, own, CrossEntropy(), purpose=purpose, **how)
         self.idle.restart()

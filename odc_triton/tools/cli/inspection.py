@@ -136,6 +136,7 @@ def main(options: argparse.Namespace) -> int:
     """
     names, weights = options.files, options.data_weight
     columns = columns_of(options.map)
+    Mix((10**9,) * len(names), tuple(weights))  # raises before files are read
     reader = with_template(_reader(options.tokenizer, names, columns), options.chat_template)
     encoder = TextEncoder.of(reader, fetch=options.fetch_images)
     config = None if options.model is None else read_config(options.model).get_text_config()
