@@ -90,13 +90,12 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
     bad = unusable_pairs(replace(part, devices=tuple(sorted(part.devices, key=rank_of))))
     if not bad:
         return
-    (reason, remedy), (first, *_) = next(iter(bad.items()))
+    (reason, remedy), (first, *others) = next(iter(bad.items()))
     names = [
         f"rank {rank_of(device)} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
         for device in sorted((first.one, first.other), key=rank_of)
     ]
-    count = sum(map(len, bad.values()))
-    more = f" The same holds for {count} of {len(part.pairs)} pairs." if count > 1 else ""
+    more = f" The same holds for {1 + len(others)} of {len(part.pairs)} pairs." if others else ""
     raise RuntimeError(
         f"{names[0]} and {names[1]} can't hold shards of one model: {reason}. {remedy[0].upper()}{remedy[1:]}.{more} "
         f"`odc-triton doctor` checks all pairs."

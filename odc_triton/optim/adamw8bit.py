@@ -65,7 +65,8 @@ class AdamW8bit(Optimizer):
         if asked := [name for name in ("amsgrad", "maximize", "capturable", "differentiable") if group.get(name)]:
             raise ValueError(f"AdamW8bit has no {', '.join(asked)}: leave it out, or use torch.optim.AdamW")
         how = {name: group[name] for name in self.defaults}
-        if not (min(how["lr"], how["eps"], how["weight_decay"], *how["betas"]) >= 0 and max(how["betas"]) < 1):
+        numbers = (how["lr"], how["eps"], how["weight_decay"], *how["betas"])
+        if not (all(each >= 0 for each in numbers) and all(beta < 1 for beta in how["betas"])):  # NaN is neither
             raise ValueError(f"AdamW8bit was given {how}: none may be below 0, and betas must be below 1")
         for p in group["params"]:
             _splits(p)

@@ -31,10 +31,10 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Gives each optimizer its groups and all states: the same objects as here."""
-        groups = iter(self.param_groups)
+        """Makes groups and states the same objects here and in each optimizer, which sees the states of all."""
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
         for each in self.optimizers:
-            each.__setstate__({"state": self.state, "param_groups": [next(groups) for _ in each.param_groups]})
+            each.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which torch's would leave without the optimizers."""
@@ -48,9 +48,12 @@ class ChainedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"state": {}})
         groups = iter(state_dict["param_groups"])
-        for each in self.optimizers:  # which may keep the dtypes of its states
-            each.load_state_dict(state_dict | {"param_groups": [next(groups) for _ in each.param_groups]})
-            self.state.update({p: state for p, state in each.state.items() if isinstance(p, torch.Tensor)})
+        for each in self.optimizers:  # which may keep the dtypes of its states, and takes all for its own
+            own = [next(groups) for _ in each.param_groups]
+            numbers = {number for group in own for number in group["params"]}
+            states = {number: state for number, state in state_dict["state"].items() if number in numbers}
+            each.load_state_dict(state_dict | {"param_groups": own, "state": states})
+            self.state.update(each.state)
         self._share()
 
     @torch.no_grad()

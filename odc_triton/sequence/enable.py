@@ -48,11 +48,11 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     be split (attention that is not `enable_packing`'s or gets no `segments`), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
-    tokens = _at_least_1("tokens", tokens, "the tokens per rank that others may read")
-    cuts = _at_least_1("cuts", cuts, "the tokens per rank after which others go on")
+    tokens = at_least_1("tokens", tokens, "the tokens per rank that others may read")
+    cuts = at_least_1("cuts", cuts, "the tokens per rank after which others go on")
     in_flight = layers_in_flight
     if in_flight is not None:
-        in_flight = _at_least_1("layers_in_flight", in_flight, "the number of layers that have buffers")
+        in_flight = at_least_1("layers_in_flight", in_flight, "the number of layers that have buffers")
     if engine.participant(SequenceExchange) is not None:
         raise ValueError("enable_split was called on this model before")
     layers = sides_of(model)
@@ -84,7 +84,7 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     set_sides(layers, exchange)
 
 
-def _at_least_1(name: str, given: Any, what: str) -> int:
+def at_least_1(name: str, given: Any, what: str) -> int:
     """An integer, from Python or numpy. Raises ValueError for others, and numbers below 1."""
     try:
         number = 0 if isinstance(given, bool) else operator.index(given)

@@ -25,6 +25,7 @@ from ..comm.memory.heap import SharedMemoryHeap
 from ..engine.api import engine_of
 from ..plan.entries import Segment
 from ..plan.segments import PlannedSegment
+from .enable import at_least_1
 from .exchange import SequenceExchange
 
 _MOST = 2  # sums of a sample, or group
@@ -37,7 +38,7 @@ class SampleSums:
     model: what `enable_split` was called on.
     samples: more than any number of a sample in a plan, which takes host memory: number those of a minibatch from 0.
 
-    Raises ValueError without `enable_split`, RanksDiffer for other `samples` on other ranks.
+    Raises ValueError without `enable_split`, and for a number below 1; RanksDiffer for other `samples` on other ranks.
     """
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:
@@ -46,6 +47,7 @@ class SampleSums:
         if exchange is None:
             raise ValueError("SampleSums are of split samples: call enable_split(model, tokens=…) first")
         self._exchange = exchange
+        samples = at_least_1("samples", samples, "more than any number of a sample")
         near, barrier = exchange.buffers.heap, state.barrier
         self._rank, self._first, self._world = near.rank, near.first, barrier.world
         everyones = state.exchange("sums over segments", {"token": uuid.uuid4().hex, "samples": samples})

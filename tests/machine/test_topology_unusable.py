@@ -53,6 +53,15 @@ def test_each_reason_has_its_remedy(statuses: tuple[int, int, int], reason: str,
     refuse_unusable(found, [found.devices[0].uuid, found.devices[2].uuid])  # of which nothing is known
 
 
+def test_pairs_with_another_reason_are_not_counted() -> None:
+    snapshot, statuses = load("pcie-only"), ("read", "write", "atomics")
+    refused = {(0, 1): (0, 0, 1), (0, 2): (0, 0, 1), (1, 2): (3, 3, 3)}
+    snapshot["pairs"] = [{"of": [pair], **dict(zip(statuses, said, strict=True))} for pair, said in refused.items()]
+    found = read_topology(snapshot, ())
+    with pytest.raises(RuntimeError, match=r"no native atomics .* The same holds for 2 of 3 pairs"):
+        refuse_unusable(found, [device.uuid for device in found.devices[:3]])
+
+
 def test_which_ranks_are_refused() -> None:
     found = topology("a6000-bridges")
     uuids = [device.uuid[4:] for device in found.devices]  # as torch writes them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.engine.kept import RowsOfOwners, rows_to_keep
 from odc_triton.engine.transport import LockedTransport
 from odc_triton.nn.experts import Experts
-from odc_triton.nn.functional.experts import grouped_linear
+from odc_triton.nn.functional.experts import gated, grouped_linear
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.verification import LocalShards
 from tests.support import ranks, slow
@@ -191,6 +192,21 @@ def test_an_expert_that_is_not_there() -> None:
     weight = nn.Parameter(torch.ones(2, 3, 4))
     with LocalShards(weight, 2), pytest.raises(IndexError, match=r"an expert outside of 0\.\.1, 1 times"):
         grouped_linear(torch.ones(2, 4), torch.tensor([0, 1, 1], dtype=torch.int32), weight)
+
+
+@pytest.mark.parametrize("gate", [(), (2.0, 1.5, 1.0)])
+def test_a_weight_that_is_never_whole_beside_a_bias_that_is_not_sharded(gate: tuple[float, ...]) -> None:
+    """A frozen bias in `ignored_params`."""
+    x, bias, whole = (
+        torch.linspace(-1, 3, math.prod(size)).double().view(size) for size in ((3, 5), (2, 4), (2, 5, 4))
+    )
+    weight, offsets = nn.Parameter(whole.clone()), torch.tensor([0, 1, 3], dtype=torch.int32)
+    y = torch.cat([x[:1] @ whole[0] + bias[0], x[1:] @ whole[1] + bias[1]])
+    want = gated(y, gate) if gate else y
+    with LocalShards(weight, 2):
+        vars(weight)["_odc_never_whole"] = True
+        weight.detach().fill_(math.nan)  # what has no memory must not be read
+        torch.testing.assert_close(grouped_linear(x, offsets, weight, bias, transposed=True, gate=gate), want)
 
 
 def moved(rank: int, world: int, cache_bytes: int) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,7 @@ def _refusals(rank: int, world: int, folder: Path) -> dict[str, str]:
         "fp64": lambda: AdamW8bit([doubles]),
         "strides": lambda: AdamW8bit([nn.Parameter(torch.zeros(4, 3).t())]),
         "a group": lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "betas": (0.9, 1.0)}),
+        "NaN": lambda: AdamW8bit([model.wide], eps=math.nan),
         "sparse": lambda: AdamW8bit(sparse.parameters()).step(),
         "AdamW's states": lambda: optimizer.load_state_dict(torch_adamw.state_dict()),
         "AdamW's": lambda: checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer),
@@ -227,6 +229,7 @@ REFUSED = {
     "fp64": r"^TypeError: a parameter of size \[5\] is torch.float64, .*takes fp32, bf16 and fp16",
     "strides": r"^TypeError: .*strides \(1, 3\): .*contiguous",
     "a group": r"^ValueError: .*'betas': \(0.9, 1.0\).*betas must be below 1",
+    "NaN": r"^ValueError: AdamW8bit was given .*'eps': nan",
     "sparse": r"^RuntimeError: AdamW8bit takes dense gradients, not torch.sparse_coo",
     "AdamW's states": r"^ValueError: the state dict has step, exp_avg, exp_avg_sq for .*not of this AdamW8bit",
     "AdamW's": "^CheckpointDiffers: .*exp_avg of wide is not in this AdamW8bit",

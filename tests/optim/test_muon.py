@@ -98,6 +98,31 @@ def test_a_copy_of_a_chain_steps_its_own_parameters() -> None:
     assert len(copied.state) == 2
 
 
+def test_a_chain_whose_optimizers_look_at_their_first_state_is_resumed() -> None:
+    """Adagrad does, and SGD's has no step."""
+
+    def made() -> ChainedOptimizer:
+        first, second = ([torch.ones(2, requires_grad=True)] for _ in range(2))
+        return ChainedOptimizer(torch.optim.SGD(first, lr=1.0, momentum=0.5), torch.optim.Adagrad(second, lr=0.25))
+
+    def stepped(chain: ChainedOptimizer) -> list:
+        for group in chain.param_groups:
+            group["params"][0].grad = torch.ones(2)
+        chain.step()
+        return [group["params"][0].tolist() for group in chain.param_groups]
+
+    chain, resumed = made(), made()
+    before = stepped(chain)
+    resumed.load_state_dict(copy.deepcopy(chain.state_dict()))
+    for group, values in zip(resumed.param_groups, before, strict=True):
+        group["params"][0].data = torch.tensor(values)
+    assert stepped(resumed) == stepped(chain)
+    assert [group["lr"] for each in resumed.optimizers for group in each.param_groups] == [1.0, 0.25]
+    resumed.param_groups[1]["lr"] = 0.0
+    assert resumed.optimizers[1].param_groups[0]["lr"] == 0.0
+    assert all(each.state is resumed.state for each in resumed.optimizers)
+
+
 def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:
     """Through plain state dicts, from optimizers joined anew after a step, into new ones that have not stepped."""
     model, optimizer = sharded((world,), "cpu")

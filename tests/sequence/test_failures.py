@@ -146,7 +146,12 @@ def _wrong_calls(rank: int, world: int) -> None:
     refused("RanksDiffer: enable_split: tokens is ", lambda: enable_split(model, tokens=20 + rank))
     enable_split(model, tokens=np.int64(30))
     refused("ValueError: enable_split was called on this model before", lambda: enable_split(model, tokens=30))
-    refused("RanksDiffer: SampleSums: samples is ", lambda: SampleSums(model, samples=10_000 * (1 + rank)))
+    refused(
+        "ValueError: samples is 0; give more than any number of a sample, 1 or more",
+        lambda: SampleSums(model, samples=0),
+    )
+    others = np.int64(10_000 * (1 + rank))
+    refused("RanksDiffer: SampleSums: samples is ", lambda: SampleSums(model, samples=others))
     refused(
         "If other packs have them, give the plan, minibatch(model, tokens=…, split=packs.split)",
         lambda: one(pack=packs[0]),

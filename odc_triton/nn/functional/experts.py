@@ -17,7 +17,7 @@ from odc_kernels.peers import PeerShards
 from ..choice import AUTO, Choice
 from ..operand import ShardedOperand, in_turn, resolve, rows_in_turn
 from .linear import by_kernel
-from .whole import chosen, handle, read_whole
+from .whole import chosen, handle, read_whole, whole_weight
 
 Bounds = Sequence[int]
 
@@ -47,12 +47,14 @@ def grouped_linear(
     and the handles; weights are read again. A second derivative uses plain torch on the whole weight. Autocast does
     not apply, as to torch's own grouped product.
 
-    gate: as of `gated`, only of sharded weights. choice: see docs/layers.md. Raises ValueError for one that is unknown
-    or can't run here, IndexError for rows without an expert; kernels can't check without a synchronisation.
+    gate: as of `gated`. choice: see docs/layers.md. Raises ValueError for one that is unknown or can't run here,
+    IndexError for rows without an expert; kernels can't check without a synchronisation.
     """
     x = x.to(weight.dtype)
     if any(getattr(each, "_odc_handle", None) is None for each in (weight, bias) if each is not None):
-        return grouped_product(x, offsets, weight if transposed else weight.mT, bias)
+        whole, bias = whole_weight(weight), None if bias is None else whole_weight(bias)
+        y = grouped_product(x, offsets, whole if transposed else whole.mT, bias)
+        return gated(y, gate) if gate else y
     call = torch.ops.odc.grouped_linear if torch.compiler.is_compiling() else _GroupedFunction.apply
     y, _ = call(x, offsets, weight, bias, handle(weight), handle(bias), transposed, list(gate), choice)
     return y
