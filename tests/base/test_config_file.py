@@ -44,6 +44,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = read_config(tmp_path / "run.yaml", Options, ranks=int)
     assert found.pop("ranks") == 3
     assert read_options(Options, found) == wanted
+    write_config(tmp_path / "run.yaml", Options(data=("a",), lr=0.0), comment="the default is another number")
+    assert read_config(tmp_path / "run.yaml", Options)["lr"] == 0.0
 
 
 @pytest.mark.parametrize(
