@@ -182,7 +182,10 @@ def strike(
     elif not is_named(how, rank, status, said):
         wrong.append(f"{how} {rank}, status {status}, is not named: {said[-1500:]}")
     wrong += [f"{left} stayed" for left in left_of(names)]
-    if how != LAUNCHER and (files := sorted(path.name for path in run.scratch.iterdir())):
+    files = sorted(
+        path.name for path in run.scratch.iterdir() if not path.name.startswith("torchelastic_")
+    )  # torchrun's
+    if how != LAUNCHER and files:
         wrong.append(f"{files} stayed in the folder of temporary files")
     return {"how": how, "rank": rank, "after_s": struck_s - run.begun_s, "ended_s": ended_s, "wrong": wrong}
 
