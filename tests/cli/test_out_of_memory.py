@@ -30,7 +30,9 @@ from tests.support.sft_case import case, write_case
         (lambda: bytearray(2**60), MemoryError),
     ],
 )
-def test_what_needs_less_is_said(tmp_path: Path, fails: Callable[[], object], kind: type[Exception]) -> None:
+def test_what_needs_less_is_said(
+    tmp_path: Path, fails: Callable[[], object], kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     causal_lm("Qwen2").save_pretrained(folder := write_case(tmp_path))
     options = case(folder, init=None, model=str(folder), lora_rank=2, gradient_checkpointing=True)
     model = add_adapters(causal_lm("Qwen2"), rank=2, alpha=None, targets="all-linear")
@@ -38,6 +40,8 @@ def test_what_needs_less_is_said(tmp_path: Path, fails: Callable[[], object], ki
     with pytest.raises(RuntimeError, match=f"predicts {planned:.3g} GB per rank") as failed:
         advising(options, 2)(fails)()
     assert type(failed.value.__cause__) is kind
+    first = str(failed.value).splitlines()[0]
+    assert f"odc-triton: {first} Looking for what needs less memory\n" in capsys.readouterr().err
     less = {words: float(number) for words, number in re.findall(r"(--[^:]*): ([\d.e-]+) GB", str(failed.value))}
     assert {"--token-cap 128", "--dtype bf16"} <= less.keys()
     assert "--gradient-checkpointing" not in less

@@ -306,6 +306,16 @@ def _heap_bytes(rank: int, world: int, family: str) -> int:
     return heap.size_bytes - heap._data_offset
 
 
+def test_of_plans_that_differ_in_other_options_one_traces_the_hybrid(monkeypatch):
+    traced = []
+    monkeypatch.setattr("odc_triton.tools.memory.traced._peak", lambda *_: traced.append(1) or 1000)
+    model = hybrid("Qwen3_5")
+    model.config.vocab_size += 7  # as no other test has it
+    for optimizer in ("adamw", "sgd"):
+        memory_plan(model, 2, tokens_per_microbatch=64, optimizer=optimizer)
+    assert len(traced) == 1
+
+
 @RECURRENT
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRIDS)

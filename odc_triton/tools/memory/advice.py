@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,14 +27,17 @@ def advising(options: Any, ranks: int) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
         said, advice = in_a_line(error), ""
+        text, mark, trace = said.partition(TRACEBACK)
+        text = text.removesuffix(".")
         if _SIGNS.search(said) and isinstance(options, RunOptions):
+            # At once: to plan a hybrid takes many seconds.
+            print(f"odc-triton: {text}. Looking for what needs less memory", file=sys.stderr, flush=True)
             with suppress(Exception), warnings.catch_warnings():  # the first error counts, whatever comes of this
                 warnings.simplefilter("ignore")
                 advice = _advice(options, ranks)
         if not advice:
             raise
-        text, mark, trace = said.partition(TRACEBACK)
-        raise RuntimeError(f"{text.removesuffix('.')}.\n{advice}{mark}{trace}") from error
+        raise RuntimeError(f"{text}.\n{advice}{mark}{trace}") from error
 
 
 def _advice(options: RunOptions, ranks: int) -> str:

@@ -6,6 +6,8 @@ import copy
 import warnings
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -93,11 +95,24 @@ def traced_bytes_per_token(config: Any, *, itemsize: int, checkpointing: bool, s
     a segment between two others; with `checkpointing` then in chunks, of blocks alone, as the head is fused. In plain
     torch, as on a CPU: kernels of rules keep less.
     """
+    return _traced(_Config(config.to_json_string(), config), itemsize, checkpointing, split)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A key: equal configs have the same text."""
+
+    text: str
+    config: Any = field(compare=False)
+
+
+@cache  # seconds, and advice compares plans that differ in other options
+def _traced(of: _Config, itemsize: int, checkpointing: bool, split: bool) -> int:
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     AttentionInterface.register(_NAME, AttentionInterface()["sdpa"])
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(of.config)
     config._attn_implementation, config.tie_word_embeddings = _NAME, False
     chunk = next((n for at in ("chunk_size", "mamba_chunk_size") if (n := getattr(config, at, 0))), 64)
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
