@@ -249,6 +249,8 @@ def test_requests_that_another_thread_aborts() -> None:
             engine.abort()
             thread.join(10.0)
     assert [*map(type, found)] == [GenerationAborted]
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert all(each.finished.is_set() for each in timers), "a script would wait for them at its end"
 
 
 @pytest.mark.parametrize(
