@@ -32,7 +32,7 @@ class Kind:
     """`command`: of `odc-triton`; FOLDER is that of `prepare`.
 
     `resumes`: it has --out and goes on from its checkpoints. `has_bits`: it promises the bits of a run that nothing
-    disturbed. `hosts`: the ranks are on so many, which share no memory.
+    disturbed. `hosts`: the ranks are on so many, which share no memory. `last`: what a program prints at its end.
     """
 
     command: str
@@ -40,6 +40,7 @@ class Kind:
     hosts: int = 1
     resumes: bool = True
     has_bits: bool = True
+    last: str = ""
 
     def arguments(self, folder: Path, out: Path) -> list[str]:
         name, *words = self.command.replace("FOLDER", str(folder)).split()
@@ -67,7 +68,7 @@ KINDS: dict[str, Kind] = {
     "experts": Kind(command=f"{_TEXT} --init FOLDER/experts.json --replace-layers"),
     "packed base": Kind(command=f"{_TEXT} {_LOW_RANK} --quantize nf4"),
     "sweep": Kind(command="sweep FOLDER/sweep.yaml"),
-    "automatic": Kind(command=f"run --strict {_EXAMPLE}", resumes=False, has_bits=False),
+    "automatic": Kind(command=f"run --strict {_EXAMPLE}", resumes=False, has_bits=False, last="step 4 loss"),
     "grpo overlapped": Kind(
         command=f"train grpo --data FOLDER/prompts.jsonl --model FOLDER/start {_ROLLOUT} {_USUAL} {_TOKENIZER}",
         has_bits=False,  # packs are of what has come

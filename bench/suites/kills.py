@@ -208,7 +208,7 @@ def disturb(name: str, folder: Path, numbers: random.Random, strikes: int, withi
             found.append(struck)
             print(f"{name}: {struck}", flush=True)
         status, said = Run.start(kind, folder, out).end()
-        if status:
+        if status and not (kind.last and kind.last in said):  # torch's gloo may abort a program that has done all
             differ.append(f"run {runs}: status {status}: {said[-2000:]}")
         elif kind.resumes and steps(out) != steps(undisturbed):
             differ.append(f"run {runs}: it has the steps {steps(out)}")
