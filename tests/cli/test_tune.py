@@ -85,6 +85,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.table("bfloat16") is TABLE
     told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/whole", table=table)
     assert told.words == "eager/direct/whole"  # an argument comes before the table
+    save(HERE, [_line(dtype="bfloat16")], tmp_path)
+    assert {line.dtype for line in load(HERE, tmp_path).lines} == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _zeroed_by_hand_after_a_backward(model: nn.Module, optimizer: Optimizer, ran
 
 
 _MISUSES: dict[Callable, tuple[str, ...]] = {
-    _one_rank_reads_a_gradient: ("rank 0: a gradient was used, ", "failures.py:35", "rank 1: an optimizer stepped, "),
+    _one_rank_reads_a_gradient: ("rank 0: a gradient was used, ", "failures.py:36", "rank 1: an optimizer stepped, "),
     _one_rank_zeroes: ("rank 0: gradients were zeroed before a step, ", "rank 1: an optimizer stepped, "),
     _one_rank_loads: ("rank 0: a state_dict was loaded, ", "rank 1: an optimizer stepped, "),
     _the_closure_runs_twice: ("Twice.step(closure) calls its closure more than once",),
