@@ -131,12 +131,14 @@ def steps(out: Path) -> dict[str, list[int]]:
     return {str(path.relative_to(out)): [json.loads(line)["step"] for line in of] for path, of in lines.items()}
 
 
-def is_named(how: str, rank: int, status: int, said: str) -> bool:
+def is_named(kind: Kind, how: str, rank: int, status: int, said: str) -> bool:
     if how == KILL:
-        ours = f"rank {rank} failed first: its process was killed by SIGKILL"
-        return status != 0 and (ours in said or re.search(rf"rank\s*:? {rank}\b.*", said) is not None)
+        ours = rf"\brank {rank} failed first: its process was killed by SIGKILL"
+        torchruns = rf"\(exitcode: -9\) local_rank: {rank} |\brank\s*: {rank} \(local_rank"
+        return status != 0 and re.search(ours if kind.resumes else torchruns, said) is not None
     if how == FREEZE:
-        return status != 0 and re.search(rf"\branks? {rank}\b", said) is not None
+        waits = rf"\bfor ranks? {rank}\b|\brank {rank} failed first: its process is stopped"
+        return status != 0 and re.search(waits, said) is not None
     if how in STOPS:
         number = STOPS[how]
         return status in (0, 1, 128 + number, -number)
@@ -179,7 +181,7 @@ def strike(
         wrong.append(f"it ended after {ended_s:.1f} s, {len(alive)} processes not at all")
     if status == 0 and how in (KILL, FREEZE) and "model" in said[-300:]:  # its work was done
         how = f"{how}, late"
-    elif not is_named(how, rank, status, said):
+    elif not is_named(kind, how, rank, status, said):
         wrong.append(f"{how} {rank}, status {status}, is not named: {said[-1500:]}")
     wrong += [f"{left} stayed" for left in left_of(names)]
     files = sorted(
