@@ -14,8 +14,9 @@ def vowels(completions: Sequence[str], wanted: Sequence[str], **_: object) -> li
     ]
 
 
-def all_alike(completions: list[str], **_: object) -> list[float | None]:
-    return [0.1] * (len(completions) - 1) + [None]  # None: nothing is said of it
+def all_alike(completions: list[str], held_out: Sequence[float | None] = (), **_: object) -> list[float | None]:
+    values = [value or 0.1 for value in held_out] or [0.1] * len(completions)
+    return [*values[:-1], None]  # None: nothing is said of it
 
 
 def second_token(completion_ids: list[list[int]], **_: object) -> list[float]:

@@ -185,6 +185,9 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(
     """In one launch. The reward fails in the second step."""
     start = {"init": None, "model": str(folder / "start"), "steps": 2}
     alike = {"reward": ("tests.rewards:all_alike",), "split_sequences": True, "optimizer": "adamw", "weight_decay": 0.5}
+    rows = [json.loads(line) | {"held_out": 0.7} for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alike |= {"eval_data": str(tmp_path / "held_out.jsonl")}
     late = {"reward": ("tests.rewards:disturbed",), "checkpoint_every": 1, "checkpoint_background": True}
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     fifth = prompts[Mix((len(prompts),)).order(0, f"prompts {options(folder, tmp_path).seed}")[4]]
@@ -208,6 +211,7 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(
         assert (line["loss"], line["grad_norm"], line["skipped"], line["groups_learned"]) == (0.0, 0.0, 0, 0.0)
         assert line["reward"] == pytest.approx(0.1)
         assert line["ratio"] is None, "of no token"
+    assert lines(equal.out)[-1]["eval_reward"] == pytest.approx(0.7), "by a column of held-out prompts only"
     before, after = (load_file(each / "model.safetensors") for each in (folder / "start", tmp_path / "equal" / "model"))
     for name in after:  # as in TRL, where gradients are zeros
         torch.testing.assert_close(after[name], before[name] * (1 - 0.5 * equal.lr) ** 2, rtol=1e-6, atol=0)

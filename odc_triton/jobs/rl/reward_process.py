@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from itertools import islice
 from numbers import Complex, Real
@@ -56,14 +56,20 @@ class RewardProcess:
 
     It is another program with its own session: it shares no memory, lock or file with the rank, and Ctrl-C does not
     reach it. The kernel kills it when the thread that started it ends; the functions' child processes are killed with
-    it. Its output goes to stderr. columns: of the data, if they are known.
+    it. Its output goes to stderr. columns: of the data, if they are known; more: of the evaluation's.
 
     Raises ValueError if a function can't be imported, or called with the columns, ProcessEnded, and TimeoutError after
     `timeout_s` seconds.
     """
 
     def __init__(
-        self, names: list[str], columns: list[str] | None = None, *, timeout_s: float, settings: Mapping[str, float]
+        self,
+        names: list[str],
+        columns: list[str] | None,
+        more: Sequence[str],
+        *,
+        timeout_s: float,
+        settings: Mapping[str, float],
     ) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
@@ -76,7 +82,7 @@ class RewardProcess:
                 start_new_session=True,
             )
         try:
-            wanted = json.dumps([names, columns, settings]).encode()
+            wanted = json.dumps([names, columns, [*more], settings]).encode()
             problem = self._ask(wanted, time.monotonic() + timeout_s)
         except BaseException:
             self.kill()
@@ -165,13 +171,13 @@ def serve(descriptor: int, parent_pid: int) -> None:
 def _serve(channel: socket.socket) -> None:
     functions: list[Callable] = []
     problem = None
-    names, columns, settings = json.loads(_receive(channel))
+    names, columns, more, settings = json.loads(_receive(channel))
     for name in names:
         if name in NAMES:
             found = missing_columns(name, columns or ()) if columns is not None else None
             found = found or named_reward(name, **settings)
         else:
-            found = find_function("reward", name, columns)
+            found = find_function("reward", name, None if columns is None else [*columns, *more])
         if isinstance(found, str):
             problem = problem or found
         else:

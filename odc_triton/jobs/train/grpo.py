@@ -20,7 +20,7 @@ from ...packs.enable import innermost
 from ..rl.generation import CompletionEngine
 from ..rl.importance import Importance
 from ..rl.named_rewards import ACCURACY, without_answer
-from ..rl.prompts import Prompts, joined_prompts, read_prompts
+from ..rl.prompts import Prompts, columns_of, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
 from ..rl.turns import find_rollout
@@ -72,9 +72,9 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
     rewards = _rewards(options)
     try:
         try:
-            rewards.check(_columns(options, found))
+            rewards.check(*_columns(options, found))
         except ValueError:  # later prompts may have more
-            rewards.check(_columns(options, _read(options, tokenizer, world)))
+            rewards.check(*_columns(options, _read(options, tokenizer, world)))
     finally:
         rewards.close()
     if options.rollout is not None:
@@ -135,11 +135,13 @@ def _read(options: GrpoOptions, tokenizer: Any, ranks: int, *, first: int = 0) -
     return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
 
 
-def _columns(options: GrpoOptions, found: list[Prompts]) -> list[str] | None:
-    """What reward functions are given of the prompts to learn from; None where it may be more."""
-    learned = found[: len(options.data)]
-    known = options.rollout is None and all(map(len, learned))
-    return sorted({name for each in learned for name in each.columns}) if known else None
+def _columns(options: GrpoOptions, found: list[Prompts]) -> tuple[list[str] | None, list[str]]:
+    """What reward functions are given of the prompts to learn from, and in addition of those to evaluate on; None
+    where it may be more.
+    """
+    learned, others = found[: len(options.data)], found[len(options.data) :]
+    known = options.rollout is None and all(map(len, found))
+    return columns_of(learned) if known else None, columns_of(others) if known else []
 
 
 def _rewards(options: GrpoOptions) -> Rewards:

@@ -32,7 +32,7 @@ from ..rl.learned import Learned
 from ..rl.overlap import HiddenTime, OverlappedRollout
 from ..rl.policy_gradient import PolicyGradient
 from ..rl.policy_loss import LearningRule, PolicyLoss, advantages
-from ..rl.prompts import Prompts, completion_seed, prompts_of_step
+from ..rl.prompts import Prompts, columns_of, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
@@ -87,7 +87,7 @@ class GrpoRun(Run):
             rewards=rewards,
             counter=shared_counter(options, engine.grid),
             tokenizer=prepared.tokenizer,
-            columns=self.prompts.columns,
+            columns=columns_of([self.prompts, *([] if self.evaluation is None else [self.evaluation])]),
             function=None if options.rollout is None else self._function(options.rollout),
         )
         grid = engine.grid
