@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.jobs.launcher.launch import Interrupted, LocalRanks, RemoteTraceback, launch
+from odc_triton.jobs.launcher.launch import Interrupted, LocalRanks, RemoteTraceback, how_it_ended, launch
 from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S, until
@@ -56,6 +56,10 @@ def test_root_cause_in_one_line(tmp_path: Path, what: str, words: str) -> None:
     assert time.monotonic() - start_s < LONG_S / 2, "the other rank was told to end"
     assert isinstance(caught.value.__cause__, RemoteTraceback) == (what != "killed")
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("rank-*"))
+
+
+def test_signals_without_a_name() -> None:
+    assert how_it_ended(-signal.SIGRTMIN - 3) == "its process was killed by signal 37"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
         {"data": ("a", "b"), "data_weight": (1.0,)},
         "--data-weight is given 1 times and --data 2 times: give one weight for each",
     ),
+    ({"timeout_minutes": 1e10}, r"--timeout-minutes is 1e\+10; give at most 525600, a year"),
     ({"data": ("a", "b"), "data_weight": (1.0, -1.0)}, "--data-weight is -1.0; it must be positive and finite"),
     ({"data_weight": (2.0,)}, "--data-weight is 2.0, and a single --data needs none"),
     ({"replicas": 0}, "replicas is 0"),

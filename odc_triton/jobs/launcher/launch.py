@@ -332,7 +332,7 @@ def how_it_ended(exit_code: int) -> str:
     """Why a process ended that was not asked to, by its exit code (minus a signal's number)."""
     if exit_code >= 0:
         return f"its process ended with status {exit_code}"
-    name = signal.Signals(-exit_code).name
+    name = {each.value: each.name for each in signal.Signals}.get(-exit_code, f"signal {-exit_code}")
     return f"its process was killed by {name}{_HINTS.get(name, '')}"
 
 

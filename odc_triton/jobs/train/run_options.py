@@ -24,6 +24,7 @@ from ..options.options import (
 
 PATHS = ("model", "init", "teacher", "chat_template")  # compared by what is there
 Options = TypeVar("Options", bound="RunOptions")
+_YEAR_MINUTES = 365 * 24 * 60
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "all", "none"]
 
 
@@ -217,6 +218,8 @@ class RunOptions:
             if value is not None and not (0 < value < math.inf or (may_be_0 and value == 0)):
                 wanted = "at least 0" if may_be_0 else "positive"
                 raise ValueError(f"{flag(name)} is {value}; it must be {wanted} and finite")
+        if self.timeout_minutes > _YEAR_MINUTES:
+            raise ValueError(f"--timeout-minutes is {self.timeout_minutes:g}; give at most {_YEAR_MINUTES}, a year")
         require_token_cap(self)
         require_seed(self)
         for name in ("lr_floor", "teacher_beta", "teacher_weight"):
