@@ -52,7 +52,7 @@ def _serve(kind: Kind, arguments: list[str], scratch: Path, said: Path, begun: A
     if kind.hosts > 1:
         environment, of_each = launch._environment, kind.ranks // kind.hosts
         launch._environment = lambda rank, ranks: environment(rank, ranks) | {"ODC_HOST": str(rank // of_each)}
-    begun.set()
+    begun.send(None)
     sys.argv = ["odc-triton", *arguments]
     sys.exit(command())
 
@@ -70,12 +70,12 @@ class Run:
     def start(cls, kind: Kind, folder: Path, out: Path) -> Run:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, __name__])
-        said, begun = folder / "said.txt", context.Event()
+        said, (begins, begun) = folder / "said.txt", context.Pipe(duplex=False)  # an Event's wait ends as clocks change
         said.write_bytes(b"")
         scratch = Path(tempfile.mkdtemp(dir=folder))
         process = context.Process(target=_serve, args=(kind, kind.arguments(folder, out), scratch, said, begun))
         process.start()
-        if not begun.wait(LONG_S):
+        if not begins.poll(LONG_S):
             raise RuntimeError("the process did not begin")
         return cls(process, said, scratch, time.monotonic())
 
