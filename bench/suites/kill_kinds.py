@@ -32,12 +32,14 @@ class Kind:
     """`command`: of `odc-triton`; FOLDER is that of `prepare`.
 
     `resumes`: it has --out and goes on from its checkpoints. `has_bits`: it promises the bits of a run that nothing
-    disturbed. `hosts`: the ranks are on so many, which share no memory. `last`: what a program prints at its end.
+    disturbed. `interval`: how many steps its newest checkpoint may be behind. `hosts`: the ranks are on so many, which
+    share no memory. `last`: what a program prints at its end.
     """
 
     command: str
     ranks: int = 2
     hosts: int = 1
+    interval: int = 3
     resumes: bool = True
     has_bits: bool = True
     last: str = ""
@@ -61,7 +63,10 @@ _IMAGES = "--exact --token-cap 128 --samples-per-rank 3 --tokenizer FOLDER/model
 
 KINDS: dict[str, Kind] = {
     "sft": Kind(command=f"{_TEXT} --init FOLDER/config.json --eval-fraction 0.1 --eval-every 4 --keep-best"),
-    "background checkpoints": Kind(command=f"{_TEXT} --init FOLDER/config.json --checkpoint-background"),
+    "background checkpoints": Kind(
+        command=f"{_TEXT} --init FOLDER/config.json --checkpoint-background",
+        interval=6,  # the one before it, while it is written
+    ),
     "split": Kind(command=f"{_SFT} --data FOLDER/long.jsonl --init FOLDER/config.json --split-sequences"),
     "prefixes": Kind(command=f"{_SFT} --data FOLDER/alike.jsonl --init FOLDER/config.json --share-prefixes"),
     "hybrids": Kind(command=f"{_SFT} --data FOLDER/long.jsonl --init FOLDER/hybrid.json --split-sequences"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -25,24 +26,28 @@ import psutil
 from odc_triton.jobs.reports.report import table
 
 from ..provenance import about, options_of, save_parts
+from .kill_checks import differences, metrics_lines
 from .kill_kinds import FEW, KINDS, Kind, prepare
-from .kills import Run, models, steps
+from .kills import LONG_S, Run
 
 SOAKED = ["split", "prefixes", "hybrids", "grpo overlapped"]
 PAUSE_S, APART_S = 1.0, 2.0  # the longest
+FEW_LOOKS = 3  # of each half
 GROWTH = {"bytes": 1.1, "files": 1.02, "threads": 1.05}  # the most of the medians: a checkpoint has some for a while
 
 
 @dataclass
 class Watch:
-    """What the ranks had together, as often as it was looked at, by half of the run."""
+    """What the ranks had together, as often as it was looked at, by half of the run. bytes: with their part of what
+    they share.
+    """
 
     first: list[dict[str, int]] = field(default_factory=list)
     second: list[dict[str, int]] = field(default_factory=list)
 
     def look(self, ranks: list[psutil.Process], *, is_second: bool) -> None:
         found = {
-            "bytes": sum(each.memory_full_info().uss for each in ranks),
+            "bytes": sum(each.memory_full_info().pss for each in ranks),
             "files": sum(each.num_fds() for each in ranks),
             "threads": sum(each.num_threads() for each in ranks),
         }
@@ -51,16 +56,20 @@ class Watch:
     def medians(self, name: str) -> list[float]:
         return [statistics.median(each[name] for each in half) for half in (self.first, self.second) if half]
 
-    def grown(self) -> list[str]:
+    def wrong(self) -> list[str]:
+        looks = [len(self.first), len(self.second)]
+        if min(looks) < FEW_LOOKS:
+            return [f"it was looked at {looks} times"]
         of = {name: self.medians(name) for name in GROWTH}
-        return [f"{name}: {each}" for name, each in of.items() if each[1:] and each[1] > GROWTH[name] * each[0]]
+        return [f"{name}: {each}" for name, each in of.items() if each[1] > GROWTH[name] * each[0]]
 
 
-def disturbed(kind: Kind, folder: Path, out: Path, numbers: random.Random, last: int) -> tuple[int, str, int, Watch]:
-    """A run until its end: its status, what it said, the pauses and what it took."""
-    run, pauses, watch = Run.start(kind, folder, out), 0, Watch()
-    while run.process.is_alive():
-        time.sleep(numbers.uniform(0.0, APART_S))
+def disturbed(run: Run, kind: Kind, out: Path, numbers: random.Random, last: int) -> tuple[int, Watch]:
+    """Disturbs a run until its end. Returns the pauses and what it took."""
+    pauses, watch = 0, Watch()
+    while run.wait_for(time.monotonic() - run.begun_s + numbers.uniform(0.0, APART_S)):
+        if time.monotonic() - run.begun_s > LONG_S:
+            break
         with contextlib.suppress(psutil.NoSuchProcess):
             if not (ranks := run.ranks(kind.ranks)):
                 continue
@@ -68,28 +77,30 @@ def disturbed(kind: Kind, folder: Path, out: Path, numbers: random.Random, last:
             time.sleep(numbers.uniform(0.0, PAUSE_S))
             victim.resume()
             pauses += 1
-            if done := steps(out):
+            if done := metrics_lines(out):
                 watch.look(ranks, is_second=2 * max(map(len, done.values())) > last)
-    return *run.end(), pauses, watch
+    return pauses, watch
 
 
 def soak(name: str, folder: Path, numbers: random.Random, last: int) -> dict[str, Any]:
     usual = KINDS[name]
     kind = replace(usual, command=usual.command.replace(FEW, f"--steps {last} --checkpoint-every 50"))
-    want, got = folder / f"{name}, alone", folder / f"{name}, {numbers.random()}"
-    if not want.exists() and (ended := Run.start(kind, folder, want).end())[0]:
+    if kind == usual:
+        raise ValueError(f"--kinds has {name}, whose steps are not those of a command")
+    want, got = folder / f"{name}, alone", folder / f"{name}, disturbed"
+    if not want.exists() and (ended := Run.start(kind, folder, want).end())[0] != 0:
         raise RuntimeError(f"{name}: the undisturbed run ended with status {ended[0]}: {ended[1][-3000:]}")
-    begun_s = time.monotonic()
-    status, said, pauses, watch = disturbed(kind, folder, got, numbers, last)
-    wrong = watch.grown()
-    if status:
+    run = Run.start(kind, folder, got)
+    pauses, watch = disturbed(run, kind, got, numbers, last)
+    status, said = run.end(most_s=0.0)
+    wrong = [] if pauses else ["no rank stood still"]
+    if status != 0:
         wrong.append(f"it ended with status {status}: {said[-3000:]}")
-    elif steps(got) != steps(want):
-        wrong.append("it has other steps")
-    elif models(got, with_bits=kind.has_bits) != models(want, with_bits=kind.has_bits):
-        wrong.append("it has other models")
+    else:
+        wrong += watch.wrong() + differences(got, want, with_bits=kind.has_bits)
+    shutil.rmtree(got)
     halves = {each: watch.medians(each) for each in GROWTH}
-    return {"kind": name, "s": time.monotonic() - begun_s, "pauses": pauses, "halves": halves, "wrong": wrong}
+    return {"kind": name, "s": time.monotonic() - run.begun_s, "pauses": pauses, "halves": halves, "wrong": wrong}
 
 
 def main() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..base.errors import RanksDiffer
+from ..base.errors import DeadlineExceeded, RanksDiffer
 from .barrier import Barrier
 from .memory.rendezvous import STORE
 
@@ -128,4 +130,15 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
             raise RanksDiffer(f"rank {peer} has no device: {theirs['refused']}")
     kinds = group_kinds([theirs["device"] for theirs in messages])
     store = dist.PrefixStore(f"default_pg/{number}", store)  # an earlier group has left its addresses in the store
-    dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=timeout)
+    begun_s = time.monotonic()
+    try:
+        dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=timeout)
+    except RuntimeError as error:
+        if (waited_s := time.monotonic() - begun_s) < 0.9 * timeout.total_seconds():
+            raise
+        late = re.search(r"keys: \S*/(\d+)$", str(error))  # gloo's, of a rank's address
+        others = [int(late[1])] if late else [each for each in range(world) if each != rank]
+        names = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        raise DeadlineExceeded(
+            others, f"rank {rank} has waited {waited_s:.1f} s for {names} to connect: the deadline has passed"
+        ) from error

@@ -252,7 +252,10 @@ class LocalRanks:
         while running := self._running:
             now_s = time.monotonic()
             if self._failed_s is not None and steps and now_s - self._failed_s > steps[0][0]:
-                self._signal_all(steps.pop(0)[1])
+                self._signal_all(number := steps.pop(0)[1])
+                if number == signal.SIGKILL:
+                    with contextlib.suppress(OSError):
+                        print(f"ranks {[*running]} were given {_GRACE_S:g} s to end: killed", file=sys.stderr)
             if self._failed_s is None and self._done_s is not None and now_s - self._done_s > timeout_s:
                 self._fail_late(timeout_s)
             unread = [each.connection for each in running.values() if each.message is None]
