@@ -40,8 +40,8 @@ def base_name(model: nn.Module) -> str | None:
 def frozen_base(model: nn.Module, *, as_before: bool = False) -> dict[str, ShardedParameter]:
     """The parameters below PEFT's adapters that are not trained, and borrowed ones, by each of their names.
 
-    Without what no file fills: the score of which a classifier's adapter trains a copy. `as_before`: with it, as older
-    versions wrote checkpoints.
+    Without what no file fills: the score of which a classifier's adapter trains a copy. `as_before`: with it, and by
+    names with torch's wrappers, as older versions wrote checkpoints.
     """
     parameters = sharded_parameters(model)
     frozen = {key for key, each in parameters.items() if isinstance(each.shard, BorrowedShard)}
@@ -51,7 +51,7 @@ def frozen_base(model: nn.Module, *, as_before: bool = False) -> dict[str, Shard
         copied = [untyped(each).original_module for each in model.modules() if STARTS_AS_BASE in vars(each)]
         frozen -= {id(value) for each in copied for value in each.parameters()}
     return {
-        below_wrappers(name): parameters[id(value)]
+        name if as_before else below_wrappers(name): parameters[id(value)]
         for name, value in model.named_parameters(remove_duplicate=False)
         if id(value) in frozen and id(value) in parameters
     }

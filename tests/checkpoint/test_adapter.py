@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
 from odc_triton.checkpoint.adapter import lora_factors
-from odc_triton.checkpoint.base_model import base_name
+from odc_triton.checkpoint.base_model import base_name, frozen_base
 from odc_triton.checkpoint.dcp import read_metadata, tensors_of
+from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
 from tests.support.families import causal_lm, with_lora
@@ -163,6 +167,28 @@ def test_the_score_of_a_classifier(tmp_path: Path) -> None:
     assert found["score.weight"].unique().tolist() == [3.0]
     found = loaded(whole, task_type="SEQ_CLS", target_modules=["q_proj"])
     assert found["base_model.model.score.modules_to_save.default.weight"].unique().tolist() == [3.0]
+
+
+def test_checkpoints_of_wrapped_blocks_that_older_versions_wrote(tmp_path: Path) -> None:
+    """Their digests have the wrappers' names, and their files the weights below them."""
+    import peft
+
+    build("qwen2").save_pretrained(tmp_path / "base")
+    model: Any = with_adapter(meta_causal_lm(model=str(tmp_path / "base")), peft.LoraConfig(target_modules=["q_proj"]))
+    layers = model.base_model.model.model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer)
+    load_pretrained_shards(model := fully_shard(model), tmp_path / "base")
+    old, (factor, *_) = tmp_path / "old", (each for each in model.parameters() if each.requires_grad)
+    with mock.patch("odc_triton.checkpoint.base_model.frozen_base", partial(frozen_base, as_before=True)):
+        write_checkpoint(old, model=model, optimizer=torch.optim.SGD([factor]), state={}, step=1)
+    assert any(name.endswith("0.self_attn.k_proj.weight") for name in tensors_of(read_metadata(old)))
+    want = factor.full_tensor()
+    with torch.no_grad():
+        factor.zero_()
+    load_checkpoint(old, model=model, optimizer=None)
+    assert torch.equal(factor.full_tensor(), want)
+    assert want.any()
 
 
 def test_a_random_base_has_no_name(tmp_path: Path) -> None:
