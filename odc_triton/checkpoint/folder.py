@@ -231,7 +231,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     if engine.is_open:
         raise RuntimeError("loading inside a minibatch: peers are reading the parameters; load before it")
     purpose = f"load {Path(*path.parts[-2:])}"
-    with all_or_none(engine, purpose) as shared:
+    with all_or_none(engine, purpose) as shared, engine.barrier.working():  # some ranks may have large files to read
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a checkpoint: there is no such folder")
         saved = _manifest(path)
@@ -257,7 +257,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         if fresh is not None:
             fresh.state.clear()
         raise
-    with engine.publication.writing(), all_or_none(engine, purpose):
+    with engine.publication.writing(), all_or_none(engine, purpose), engine.barrier.working():
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:
