@@ -63,7 +63,8 @@ class PolicyOffer:
             )
 
     def close(self) -> None:
-        """Ends the offer, and readers' connections."""
+        """Ends the offer, and readers' connections. Raises RuntimeError in a process forked from the rank's."""
+        engine_of(self._model).refuse_in_child("PolicyOffer.close")
         if self._publication.check == self._check:
             self._publication.check = lambda: None
         if self._server is not None:
@@ -219,7 +220,7 @@ def _file(contents: Iterable[bytes]) -> int:
         os.close(fd)
 
 
-def _hang_up(end: socket.socket) -> None:
+def hang_up(end: socket.socket) -> None:
     """Ends a connection, or takes no more, also if a forked process, as a data loader's worker, still has it."""
     with contextlib.suppress(OSError):  # the other end has done so
         end.shutdown(socket.SHUT_RDWR)
@@ -247,7 +248,7 @@ class _OfferServer:
         self._is_closing = True
         self._thread.join()
         for each in [*self._readers, self._listener]:
-            _hang_up(each)
+            hang_up(each)
         for fd in self._files[:2]:
             os.close(fd)
         self._publication.pinned.show(0)
@@ -305,7 +306,7 @@ class _OfferServer:
 
     def _drop(self, reader: socket.socket, selector: selectors.BaseSelector) -> None:
         selector.unregister(reader)
-        _hang_up(reader)
+        hang_up(reader)
         self._readers.discard(reader)
         if self._pins.pop(reader, None) is not None:
             self._show()

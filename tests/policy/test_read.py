@@ -283,6 +283,32 @@ def test_an_offer_ends_also_in_forked_processes(policy: _Policy) -> None:
         each.close()
 
 
+def test_a_reader_ends_also_in_forked_processes(policy: _Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, server = read_policy(policy.offer.address), policy.offer._server
+    assert server is not None
+    with policy.reader._connection.dup() as kept, reader._connection.dup() as ended:  # as a data loader's worker has
+        for each, end in ((policy.reader, kept), (reader, ended)):
+            each._pin()
+            end.setblocking(False)
+        with monkeypatch.context() as child:
+            child.setattr(policy.reader, "_pid", 0)
+            policy.reader.close()
+        reader.close()
+        with pytest.raises(BlockingIOError):
+            kept.recv(1)
+        assert ended.recv(1) == b""
+        until(lambda: len(server._pins) == 1)
+
+
+def test_a_forked_process_ends_no_offer(policy: _Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(policy.model._odc_engine, "_pid", 0)
+        with pytest.raises(RuntimeError, match=r"PolicyOffer\.close in process \d+, forked from rank 0"):
+            policy.offer.close()
+    policy.step()
+    assert policy.reader.read(_values) == {-1.0}
+
+
 def test_a_job_that_stands_still_is_not_waited_for(policy: _Policy) -> None:
     reader = read_policy(policy.offer.address, timeout=0.2)
     policy.model._odc_engine.publication.announce()
