@@ -141,7 +141,8 @@ def test_the_score_of_a_classifier(tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForSequenceClassification
 
-    base, of_lm, of_classifier, whole = (tmp_path / name for name in ("base", "lm", "classifier", "whole"))
+    names = ("base", "lm", "classifier", "three", "whole")
+    base, of_lm, of_classifier, of_three, whole = (tmp_path / name for name in names)
     lm = causal_lm("Qwen2", tie_word_embeddings=True)
     lm.save_pretrained(base)
     lm.name_or_path = str(base)
@@ -165,6 +166,14 @@ def test_the_score_of_a_classifier(tmp_path: Path) -> None:
     found = loaded(of_classifier)
     torch.testing.assert_close(found[q_proj], merged.get_parameter(q_proj).detach())  # products in another order
     assert found["score.weight"].unique().tolist() == [3.0]
+    three = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    adapted = peft.get_peft_model(three, peft.LoraConfig(task_type="SEQ_CLS", **lora))
+    adapted.base_model.model.score.modules_to_save["default"].weight.data.fill_(4.0)
+    adapted.save_pretrained(of_three)
+    with torch.device("meta"):
+        three = AutoModelForSequenceClassification.from_config(three.config)
+    load_pretrained_shards(three := fully_shard(three), of_three)
+    assert dict(full_parameters(three))["score.weight"].unique().tolist() == [4.0]
     found = loaded(whole, task_type="SEQ_CLS", target_modules=["q_proj"])
     assert found["base_model.model.score.modules_to_save.default.weight"].unique().tolist() == [3.0]
 
