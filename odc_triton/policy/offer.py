@@ -86,7 +86,8 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
         takes longer is dropped, with a warning.
 
     Returns the offer, whose `address` readers need. Raises TypeError for a model that is not sharded, ValueError for
-    another `max_lag`, NotImplementedError on GPUs.
+    another `max_lag`; on all ranks NotImplementedError on GPUs and for a model that can't be offered, RuntimeError if
+    rank 0 failed otherwise.
     """
     engine = engine_of(model, "offer_policy")
     if not 0 <= max_lag < engine.barrier.timeout_s:
@@ -111,11 +112,10 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
             message["address"] = server.address
         except Exception as error:  # raised below, once the other ranks know it
             failure, message["problem"] = error, str(error)
+            message["is_supported"] = not isinstance(error, NotImplementedError)
     message = engine.exchange("offer the policy", message)[0]
-    if failure is not None:
-        raise failure
     if "problem" in message:
-        raise NotImplementedError(message["problem"])
+        raise (RuntimeError if message["is_supported"] else NotImplementedError)(message["problem"]) from failure
     return PolicyOffer(message["address"], server, model)
 
 

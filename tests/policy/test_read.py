@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -388,6 +389,20 @@ def test_why_rank_0_offers_nothing_is_said_to_all(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="no values for weight"):
         offer_policy(model)
     assert said[1]["problem"] == "no values for weight"
+
+
+def _offers_nothing(rank: int, world: int, error: Exception) -> tuple[type, str]:
+    with mock.patch.object(_Contents, "files", side_effect=error), pytest.raises(RuntimeError) as refused:
+        offer_policy(fully_shard(nn.Linear(2, 2)))
+    return refused.type, str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"), [(OSError("no space"), RuntimeError), (NotImplementedError("is merged"), NotImplementedError)]
+)
+def test_all_ranks_raise_the_same_where_rank_0_offers_nothing(error: Exception, wanted: type) -> None:
+    """So that a loop which samples otherwise where a policy can't be offered does so on all."""
+    assert ranks.run(_offers_nothing, 2, error) == [(wanted, str(error))] * 2
 
 
 def test_a_tensor_that_is_not_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
