@@ -44,12 +44,11 @@ def frozen_base(model: nn.Module, *, as_before: bool = False) -> dict[str, Shard
     names with torch's wrappers, as older versions wrote checkpoints.
     """
     parameters = sharded_parameters(model)
-    frozen = {key for key, each in parameters.items() if isinstance(each.shard, BorrowedShard)}
-    if getattr(model, "peft_config", None):
-        frozen |= frozen_ids(model)
+    frozen = frozen_ids(model) if getattr(model, "peft_config", None) else set()
     if not as_before:
         copied = [untyped(each).original_module for each in model.modules() if STARTS_AS_BASE in vars(each)]
         frozen -= {id(value) for each in copied for value in each.parameters()}
+    frozen |= {key for key, each in parameters.items() if isinstance(each.shard, BorrowedShard)}
     return {
         name if as_before else below_wrappers(name): parameters[id(value)]
         for name, value in model.named_parameters(remove_duplicate=False)
