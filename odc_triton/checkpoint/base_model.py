@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from ..base.errors import CheckpointDiffers
+from ..base.untyped import untyped
 from ..engine.borrowed import BorrowedShard
 from ..engine.module import below_wrappers
 from ..engine.parameter import ShardedParameter
 from ..engine.shard import HeapShard
 from ..nn.operand import kept_dtype
-from .adapter import frozen_ids
+from .adapter import STARTS_AS_BASE, frozen_ids
 from .parameters import sharded_parameters
 
 FILE = "base.json"  # in a checkpoint without the frozen weights
@@ -36,17 +37,29 @@ def base_name(model: nn.Module) -> str | None:
     return next((config.base_model_name_or_path for config in configs.values()), None) or None
 
 
-def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
-    """The parameters below PEFT's adapters that are not trained, and borrowed ones, by each of their names."""
+def frozen_base(model: nn.Module, *, as_before: bool = False) -> dict[str, ShardedParameter]:
+    """The parameters below PEFT's adapters that are not trained, and borrowed ones, by each of their names.
+
+    Without what no file fills: the score of which a classifier's adapter trains a copy. `as_before`: with it, and by
+    names with torch's wrappers, as older versions wrote checkpoints.
+    """
     parameters = sharded_parameters(model)
-    frozen = {key for key, each in parameters.items() if isinstance(each.shard, BorrowedShard)}
-    if getattr(model, "peft_config", None):
-        frozen |= frozen_ids(model)
+    frozen = frozen_ids(model) if getattr(model, "peft_config", None) else set()
+    if not as_before:
+        copied = [untyped(each).original_module for each in model.modules() if STARTS_AS_BASE in vars(each)]
+        frozen -= {id(value) for each in copied for value in each.parameters()}
+    frozen |= {key for key, each in parameters.items() if isinstance(each.shard, BorrowedShard)}
     return {
-        below_wrappers(name): parameters[id(value)]
+        name if as_before else below_wrappers(name): parameters[id(value)]
         for name, value in model.named_parameters(remove_duplicate=False)
         if id(value) in frozen and id(value) in parameters
     }
+
+
+def frozen_bases(model: nn.Module) -> list[dict[str, ShardedParameter]]:
+    """`frozen_base`, and that of older versions if it is another."""
+    now, before = frozen_base(model), frozen_base(model, as_before=True)
+    return [now] if now.keys() == before.keys() else [now, before]
 
 
 def own_sum(base: dict[str, ShardedParameter], rank: int, world: int) -> int:
@@ -84,11 +97,15 @@ def described(name: str, base: dict[str, ShardedParameter], sums: list[int]) -> 
     return {"name": name, "digest": hashlib.sha256(json.dumps([shapes, sum(sums) % 2**64]).encode()).hexdigest()}
 
 
-def require_same(checkpoint: Path, base: dict[str, ShardedParameter], sums: list[int]) -> None:
-    """Raises CheckpointDiffers unless `base` is the checkpoint's."""
+def require_same(
+    checkpoint: Path, bases: list[dict[str, ShardedParameter]], sums: list[list[int]]
+) -> dict[str, ShardedParameter]:
+    """The one of `bases` that is the checkpoint's. Raises CheckpointDiffers if none is. `sums`: by rank, of each."""
     saved = json.loads((checkpoint / FILE).read_bytes())
-    if saved != described(saved["name"], base, sums):
-        raise CheckpointDiffers(
-            f"the checkpoint has only adapters, of {saved['name']}, and the frozen weights of this model differ: "
-            f"load that base, with the same adapters and dtype, before the checkpoint. Nothing was overwritten."
-        )
+    for number, base in enumerate(bases):
+        if saved == described(saved["name"], base, [theirs[number] for theirs in sums]):
+            return base
+    raise CheckpointDiffers(
+        f"the checkpoint has only adapters, of {saved['name']}, and the frozen weights of this model differ: "
+        f"load that base, with the same adapters and dtype, before the checkpoint. Nothing was overwritten."
+    )

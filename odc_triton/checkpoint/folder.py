@@ -1,7 +1,7 @@
 """One checkpoint: a folder that all ranks write together, atomically, and that any number of ranks can read.
 
 .metadata, __0_0.distcp, __1_0.distcp   model and optimizer, in the format of torch's DCP; with PEFT's adapters, only
-                                        trained parameters
+                                        trained parameters, and a score that a base lacks
 base.json                               with PEFT's adapters: the base's name and digest, see base_model.py
 state.json                              training progress, from rank 0
 random-0.json, random-1.json            the ranks' random number generators
@@ -231,7 +231,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     if engine.is_open:
         raise RuntimeError("loading inside a minibatch: peers are reading the parameters; load before it")
     purpose = f"load {Path(*path.parts[-2:])}"
-    with all_or_none(engine, purpose) as shared:
+    with all_or_none(engine, purpose) as shared, engine.barrier.working():  # some ranks may have large files to read
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a checkpoint: there is no such folder")
         saved = _manifest(path)
@@ -243,20 +243,21 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             dcp.check_sizes(path, metadata)
         state = read_state(path)
         adapters_only = saved is not None and base_model.FILE in saved.files
-        base = base_model.frozen_base(model) if adapters_only or engine.base else {}
-        shared["base"] = base_model.own_sum(base, engine.rank, engine.world)
+        bases = base_model.frozen_bases(model) if adapters_only or engine.base else [{}]
+        shared["base"] = [base_model.own_sum(each, engine.rank, engine.world) for each in bases]
     fresh = None if optimizer is None or optimizer.state else optimizer
     try:
         with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
+            base = bases[0]
             if adapters_only:
-                base_model.require_same(path, base, [theirs["base"] for theirs in shared.all])
+                base = base_model.require_same(path, bases, [theirs["base"] for theirs in shared.all])
             wanted = training_state.to_load(model, optimizer, metadata, without=base.keys())
             engine.drain("loading a checkpoint")
     except Exception:
         if fresh is not None:
             fresh.state.clear()
         raise
-    with engine.publication.writing(), all_or_none(engine, purpose):
+    with engine.publication.writing(), all_or_none(engine, purpose), engine.barrier.working():
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:

@@ -105,9 +105,9 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None, scores:
         for each in (config, config.get_text_config()):  # which are plain numbers
             vars(each).pop("quantization_config", None)
         with torch.device("meta"):
-            return _made(config, init, scores)
+            return _made(config, init, int(scores))
     assert model is not None, "of the two one is given"
-    made = _meta_base(model, scores)
+    made = _meta_base(model, int(scores))
     if (base := base_of(model)) is not None:
         merge = Merge(made, model, base)
         for target, source in list(made.all_tied_weights_keys.items()):
@@ -117,12 +117,12 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None, scores:
     return made
 
 
-def _meta_base(model: str, scores: bool = False) -> PreTrainedModel:
-    """`meta_causal_lm(model=model)` without its adapter."""
+def _meta_base(model: str, labels: int = 0) -> PreTrainedModel:
+    """`meta_causal_lm(model=model)` without its adapter, or with `labels` a sequence classifier of so many."""
     from transformers import GenerationConfig
 
     with torch.device("meta"):
-        made = _made(read_config(model), model, scores)
+        made = _made(read_config(model), model, labels)
     with contextlib.suppress(FileNotFoundError):  # it has no weights, and may get others
         _tie_as_in(PretrainedFiles(weights_folder(model)), made)
     if made.can_generate():
@@ -131,15 +131,15 @@ def _meta_base(model: str, scores: bool = False) -> PreTrainedModel:
     return made
 
 
-def _made(config: Any, source: str, scores: bool = False) -> PreTrainedModel:
-    """A causal LM of `config`, read from `source`, with random weights."""
-    if scores:
-        config.num_labels = 1
+def _made(config: Any, source: str, labels: int = 0) -> PreTrainedModel:
+    """A causal LM of `config`, read from `source`, with random weights; with `labels` a classifier, as `_meta_base`."""
+    if labels:
+        config.num_labels = labels
     try:
-        return auto_class(config, scores=scores).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return auto_class(config, scores=labels > 0).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a bad field may make the model's code raise anything
         raise ValueError(
-            f"{source}: transformers can't make a {'sequence classifier' if scores else 'causal LM'} of this config "
+            f"{source}: transformers can't make a {'sequence classifier' if labels else 'causal LM'} of this config "
             f"({type(error).__name__}: {error}); correct its fields"
         ) from error
 
@@ -258,7 +258,8 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         places = _places(model)
         sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
         base = base_of(source)
-        merge = None if base is None else Merge(_meta_base(str(source), _is_classifier(model)), source, base)
+        labels = (_is_classifier(model) and transformers_part(model)[1].config.num_labels) or 0
+        merge = None if base is None else Merge(_meta_base(str(source), labels), source, base)
         changed = [] if merge is None else [name for name in merge.changed(sources) if name in places]
         known = sources.keys() | {*changed}
         places = {name: each for name, each in places.items() if name in known or not _may_lack(model, name)}

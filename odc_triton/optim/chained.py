@@ -37,8 +37,24 @@ class ChainedOptimizer(Optimizer):
             each.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which torch's would leave without the optimizers."""
-        return super().__getstate__() | {"optimizers": self.optimizers}
+        """For copies and pickles, which torch's would leave without the optimizers. Each gets its own states only, as
+        it may look at them before they are shared again.
+        """
+        made = []
+        for each in self.optimizers:
+            own = [parameter for group in each.param_groups for parameter in group["params"]]
+            states = {parameter: self.state[parameter] for parameter in own if parameter in self.state}
+            made.append((type(each), each.__getstate__() | {"state": states}))
+        return super().__getstate__() | {"optimizers": made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = state.get("optimizers", ())  # load_state_dict gives none
+        super().__setstate__({name: each for name, each in state.items() if name != "optimizers"})
+        if made:
+            self.optimizers = tuple(kind.__new__(kind) for kind, _ in made)
+            for each, (_, its_state) in zip(self.optimizers, made, strict=True):
+                each.__setstate__(its_state)
+            self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "optimizers"):

@@ -63,7 +63,8 @@ class PolicyOffer:
             )
 
     def close(self) -> None:
-        """Ends the offer, and readers' connections."""
+        """Ends the offer, and readers' connections. Raises RuntimeError in a process forked from the rank's."""
+        engine_of(self._model).refuse_in_child("PolicyOffer.close")
         if self._publication.check == self._check:
             self._publication.check = lambda: None
         if self._server is not None:
@@ -85,7 +86,8 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
         takes longer is dropped, with a warning.
 
     Returns the offer, whose `address` readers need. Raises TypeError for a model that is not sharded, ValueError for
-    another `max_lag`, NotImplementedError on GPUs.
+    another `max_lag`; on all ranks NotImplementedError on GPUs and for a model that can't be offered, RuntimeError if
+    rank 0 failed otherwise.
     """
     engine = engine_of(model, "offer_policy")
     if not 0 <= max_lag < engine.barrier.timeout_s:
@@ -110,11 +112,10 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
             message["address"] = server.address
         except Exception as error:  # raised below, once the other ranks know it
             failure, message["problem"] = error, str(error)
+            message["is_supported"] = not isinstance(error, NotImplementedError)
     message = engine.exchange("offer the policy", message)[0]
-    if failure is not None:
-        raise failure
     if "problem" in message:
-        raise NotImplementedError(message["problem"])
+        raise (RuntimeError if message["is_supported"] else NotImplementedError)(message["problem"]) from failure
     return PolicyOffer(message["address"], server, model)
 
 
@@ -219,7 +220,7 @@ def _file(contents: Iterable[bytes]) -> int:
         os.close(fd)
 
 
-def _hang_up(end: socket.socket) -> None:
+def hang_up(end: socket.socket) -> None:
     """Ends a connection, or takes no more, also if a forked process, as a data loader's worker, still has it."""
     with contextlib.suppress(OSError):  # the other end has done so
         end.shutdown(socket.SHUT_RDWR)
@@ -247,7 +248,7 @@ class _OfferServer:
         self._is_closing = True
         self._thread.join()
         for each in [*self._readers, self._listener]:
-            _hang_up(each)
+            hang_up(each)
         for fd in self._files[:2]:
             os.close(fd)
         self._publication.pinned.show(0)
@@ -305,7 +306,7 @@ class _OfferServer:
 
     def _drop(self, reader: socket.socket, selector: selectors.BaseSelector) -> None:
         selector.unregister(reader)
-        _hang_up(reader)
+        hang_up(reader)
         self._readers.discard(reader)
         if self._pins.pop(reader, None) is not None:
             self._show()

@@ -23,7 +23,7 @@ from ..checkpoint.adapter import LoraPair, merged
 from ..checkpoint.pretrained_tensors import in_files
 from ..comm.memory.heap import STATUS_SLOTS
 from ..comm.memory.rendezvous import peer_uid
-from .offer import MOST_FILES, NUMBER, PIN, UNPIN
+from .offer import MOST_FILES, NUMBER, PIN, UNPIN, hang_up
 
 T = TypeVar("T")
 _FREE_READS = 4  # before a reader pins
@@ -62,7 +62,7 @@ class PolicyReader:
 
     def __init__(self, address: str, *, timeout: float = 60.0) -> None:
         self._address, self._timeout_s = address, timeout
-        self.version = 0
+        self.version, self._pid = 0, os.getpid()
         self._connection, fds = self._connect()
         try:
             content = json.loads(_mapped(fds[0])[:])
@@ -103,6 +103,8 @@ class PolicyReader:
 
     def close(self) -> None:
         """Ends the connection. Tensors of a read that is over stay valid."""
+        if os.getpid() == self._pid:  # a forked process must not end it
+            hang_up(self._connection)
         self._close()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

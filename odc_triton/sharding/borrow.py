@@ -83,8 +83,8 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
     engine = _require_base(base, grid, device)
     engine.publication.wait()
     of = {id(each.sharded): each for each in engine.parameters}
-    named = base.named_parameters(remove_duplicate=False)
-    lenders = {plain(name): of[id(value)] for name, value in named if id(value) in of}
+    named = {plain(name): id(value) for name, value in base.named_parameters(remove_duplicate=False)}
+    lenders = {name: of[key] for name, key in named.items() if key in of}
     loan = Loan(base=engine, found=[], shards=[])
     own: list[tuple[FoundParameter, ParameterSpec]] = []
     for entry, spec in zip(described.found, described.specs, strict=True):
@@ -99,6 +99,8 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
                 )
             own.append((entry, spec))
             continue
+        if lender is None and not named.keys().isdisjoint(map(plain, entry.names)):
+            raise ValueError(f"{entry.name} is in base's ignored_params: give it in ignored_params here too")
         if lender is None:
             raise ValueError(
                 f"{entry.name} is frozen and base, a {plain_class(base).__name__}, has no such parameter: call "

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
 from odc_triton.checkpoint.adapter import lora_factors
-from odc_triton.checkpoint.base_model import base_name
+from odc_triton.checkpoint.base_model import base_name, frozen_base
 from odc_triton.checkpoint.dcp import read_metadata, tensors_of
+from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
 from tests.support.families import causal_lm, with_lora
@@ -137,7 +141,8 @@ def test_the_score_of_a_classifier(tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForSequenceClassification
 
-    base, of_lm, of_classifier, whole = (tmp_path / name for name in ("base", "lm", "classifier", "whole"))
+    names = ("base", "lm", "classifier", "three", "whole")
+    base, of_lm, of_classifier, of_three, whole = (tmp_path / name for name in names)
     lm = causal_lm("Qwen2", tie_word_embeddings=True)
     lm.save_pretrained(base)
     lm.name_or_path = str(base)
@@ -161,8 +166,38 @@ def test_the_score_of_a_classifier(tmp_path: Path) -> None:
     found = loaded(of_classifier)
     torch.testing.assert_close(found[q_proj], merged.get_parameter(q_proj).detach())  # products in another order
     assert found["score.weight"].unique().tolist() == [3.0]
+    three = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    adapted = peft.get_peft_model(three, peft.LoraConfig(task_type="SEQ_CLS", **lora))
+    adapted.base_model.model.score.modules_to_save["default"].weight.data.fill_(4.0)
+    adapted.save_pretrained(of_three)
+    with torch.device("meta"):
+        three = AutoModelForSequenceClassification.from_config(three.config)
+    load_pretrained_shards(three := fully_shard(three), of_three)
+    assert dict(full_parameters(three))["score.weight"].unique().tolist() == [4.0]
     found = loaded(whole, task_type="SEQ_CLS", target_modules=["q_proj"])
     assert found["base_model.model.score.modules_to_save.default.weight"].unique().tolist() == [3.0]
+
+
+def test_checkpoints_of_wrapped_blocks_that_older_versions_wrote(tmp_path: Path) -> None:
+    """Their digests have the wrappers' names, and their files the weights below them."""
+    import peft
+
+    build("qwen2").save_pretrained(tmp_path / "base")
+    model: Any = with_adapter(meta_causal_lm(model=str(tmp_path / "base")), peft.LoraConfig(target_modules=["q_proj"]))
+    layers = model.base_model.model.model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer)
+    load_pretrained_shards(model := fully_shard(model), tmp_path / "base")
+    old, (factor, *_) = tmp_path / "old", (each for each in model.parameters() if each.requires_grad)
+    with mock.patch("odc_triton.checkpoint.base_model.frozen_base", partial(frozen_base, as_before=True)):
+        write_checkpoint(old, model=model, optimizer=torch.optim.SGD([factor]), state={}, step=1)
+    assert any(name.endswith("0.self_attn.k_proj.weight") for name in tensors_of(read_metadata(old)))
+    want = factor.full_tensor()
+    with torch.no_grad():
+        factor.zero_()
+    load_checkpoint(old, model=model, optimizer=None)
+    assert torch.equal(factor.full_tensor(), want)
+    assert want.any()
 
 
 def test_a_random_base_has_no_name(tmp_path: Path) -> None:

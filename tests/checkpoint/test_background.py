@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from odc_triton import MixedPrecisionPolicy, memory_plan, minibatch
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.checkpoint.folder import Saving
 from odc_triton.engine.api import engine_of
-from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints, Stage
 from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
@@ -174,15 +175,57 @@ def test_a_second_save_waits_for_the_first_and_says_so(
     assert [path.name for path in background.checkpoints.all()] == [first.name, "step-00000002"]
 
 
-def test_what_all_have_written_at_the_deadline_is_whole(
-    alone: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("odc_triton.jobs.checkpoints.background._NAP_S", LONG_S)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_each_stage_has_the_deadline_for_itself(hangs: bool, alone: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have written as it passes, so the checkpoint becomes whole, unless that takes as long again."""
     model, optimizer, background = alone
-    monkeypatch.setattr(engine_of(model).barrier, "timeout_s", -1.0)
-    background.save(optimizer=optimizer, state={}, step=1)
-    background.wait()
-    assert [path.name for path in background.checkpoints.all()] == ["step-00000001"]
+    past_s, go_on, finish, settle = (
+        engine_of(model).barrier.timeout_s + 1,
+        threading.Event(),
+        Saving.finish,
+        background.settle,
+    )
+    clock, calls, finishing = [0.0], [], []
+
+    def now() -> float:
+        calls.append(clock[0])
+        if len(calls) == 2:
+            may_write.set()
+        if background._stage is Stage.WRITING and not background._work.is_alive():
+            clock[0] = past_s
+        return clock[0]
+
+    def settled(reports: list) -> None:
+        settle(reports)
+        if background._stage is Stage.FINISHING:
+            finishing.append(reports)
+        if len(finishing) == 2 and hangs:
+            clock[0] += past_s
+        elif len(finishing) == 2:
+            go_on.set()
+
+    def late(*arguments: Any, **how: Any) -> None:
+        go_on.wait(LONG_S)
+        finish(*arguments, **how)
+
+    monkeypatch.setattr("odc_triton.jobs.checkpoints.background.time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr("odc_triton.jobs.checkpoints.background._END_S", 0.0)
+    monkeypatch.setattr(background, "settle", settled)
+    monkeypatch.setattr(Saving, "finish", late)
+    with writers_held_back() as may_write:
+        background.save(optimizer=optimizer, state={}, step=1)
+        if hangs:
+            with pytest.raises(
+                DeadlineExceeded, match=r"^rank 0 has not made .*step-00000001 of what all ranks have wr"
+            ):
+                background.wait()
+            (writer,) = writers()
+            go_on.set()
+            writer.join()
+        else:
+            background.wait()
+    assert max(calls) == past_s * (1 + hangs)
+    assert [path.name for path in background.checkpoints.all()] == ["step-00000001"] * (not hangs)
 
 
 def test_closing_drops_what_is_not_written(alone: tuple, tmp_path: Path) -> None:

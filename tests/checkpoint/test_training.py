@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from odc_triton import fully_shard, minibatch
+from odc_triton.checkpoint import dcp
 from odc_triton.checkpoint.folder import Manifest, load_checkpoint, write_checkpoint
 from odc_triton.checkpoint.random_state import random_state, restore_random_state
+from odc_triton.engine.api import engine_of
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import blocks, ranks
 from tests.support.checkpointed import make, train
+from tests.support.deadlines import SHORT_S
 
 SAVED_AT, STEPS = 2, 4
 STATE = {"step": SAVED_AT, "seed": 7, "sampler": {"epoch": 1, "position": 3}}
@@ -78,6 +83,27 @@ def test_resuming_on_other_ranks(tmp_path: Path) -> None:
         for got, _ in resumed:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
         assert len({drawn for _, drawn in resumed}) == 3, "random numbers of their own"
+
+
+def _loads_late(rank: int, world: int, folder: Path) -> None:
+    """Each rank in turn takes longer than the deadline: 1 for digests, 0 for values."""
+    model, optimizer = make("qwen2", bf16=False)
+    path = Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=0)
+    engine_of(model).barrier.timeout_s = SHORT_S
+
+    def late(call: Any, on: int) -> Any:
+        return lambda *given: (time.sleep((SHORT_S + 1) * (rank == on)), call(*given))[1]
+
+    with (
+        mock.patch.object(Manifest, "check_digests", late(Manifest.check_digests, 1)),
+        mock.patch.object(dcp, "read_into", late(dcp.read_into, 0)),
+    ):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def test_ranks_wait_for_one_that_reads_for_longer(tmp_path: Path) -> None:
+    """As where fewer ranks wrote, so that some have a large file and others none."""
+    ranks.run(_loads_late, 2, tmp_path)
 
 
 def _wrapped(wrap: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -104,12 +104,16 @@ def test_bad_options(changes: dict, words: str) -> None:
         ProfileOptions(**{"out": "x"} | changes)
 
 
+def _samples(rank: int, world: int, options: dict[str, Any]) -> list[int]:
+    _, minibatches = _prepare(ProfileOptions(**options))
+    return [packs.samples for packs in minibatches]
+
+
 def test_packs_know_the_samples_of_all_ranks(tmp_path: Path) -> None:
     """As a router's auxiliary loss needs, which a config has after `train sft --router-aux-loss`."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     given = {"init": str(tmp_path), "out": str(tmp_path / "out"), "token_cap": 8, "samples_per_rank": 2}
-    _, minibatches = _prepare(ProfileOptions(**given, minibatches=1))
-    assert [packs.samples for packs in minibatches] == [2, 2]
+    assert test_ranks.run(_samples, 2, given | {"minibatches": 1}) == [[4, 4]] * 2
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

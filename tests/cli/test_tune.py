@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -256,17 +257,25 @@ def test_the_command_writes_the_table_of_its_place(
 
 
 def test_an_operator_that_runs_in_no_way_stops_no_others() -> None:
-    """Its rows say why, and it has no lines: the layers keep the shipped way."""
+    """Its rows say why. What was measured with fewer tokens is kept, and counts for more."""
     ones, heap = {DIRECT: [1.0], PLAIN: [1.0]}, SimpleNamespace(device=torch.device("cpu"), apart=False, near=[0])
     found = {4: Measured(rounds=ones), 32: Measured(refused={PLAIN: "rank 0: out of memory", FUSED: "rank 1: also"})}
     trial: Any = SimpleNamespace(
         workload=Workload(operator="linear", shape=(8, 4)),
+        dtype=torch.float32,
         engine=SimpleNamespace(heap=heap),
         pull_s=lambda **_: 0.0,
         measure=lambda *_, tokens, **__: found[tokens],
     )
     rows = [["32", PLAIN, "-", "", "rank 0: out of memory"], ["32", FUSED, "-", "", "rank 1: also"]]
-    assert _tune(trial, TuneOptions(init=__file__, tokens="4,32", folder="."), HERE) == ([], rows)
+    assert _tune(trial, TuneOptions(init=__file__, tokens="32", folder="."), HERE) == ([], rows)
+    lines, told = _tune(trial, TuneOptions(init=__file__, tokens="4,32,64", folder="."), HERE)
+    assert [line.tokens for line in lines] == [None]
+    assert [row[:2] for row in told] == [["4", DIRECT], ["4", PLAIN], *(row[:2] for row in rows)]
+    assert told[2:] == rows
+    trial.workload = replace(trial.workload, operator="qkv")  # whose backend is one for all numbers of tokens
+    with mock.patch("odc_triton.tools.tune.candidates.ways", return_value={PLAIN: None, FUSED: None}):
+        assert _tune(trial, TuneOptions(init=__file__, tokens="32", folder="."), HERE) == ([], rows)
 
 
 def _tuned(rank: int, world: int, options: dict) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc_triton import MinibatchToRepeat, full_parameters, fully_shard, minibatch, repeating
 from odc_triton.engine.exact import ExactSum, ExactSums
 from tests.support import ranks, slow
+from tests.support.devices import OnGpu
 from tests.support.gradients import gradients_of
 from tests.support.models import CASES, build, microbatches
 from tests.support.parity import DEALS, SIZES, TRANSFORMS, compare_each
@@ -125,19 +126,13 @@ def test_what_is_not_finite_is_told_and_not_added() -> None:
         assert shard.tolist() == [0, 0]
 
 
-class OnAGpu(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = property(lambda self: True)
-
-
 def test_rows_by_index_and_more_than_a_block() -> None:
     exact, shard = ExactSum(), torch.zeros(5, 2, dtype=torch.int64)
     exact.add(shard, torch.tensor([3, 0, 3]), torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]]))
     assert (shard / 2**38).tolist() == [[4, 8], [0, 0], [0, 0], [17, 34], [0, 0]]
     assert exact.additions == 3
     with pytest.raises(ValueError, match=r"would wait for the GPU .* add them by a kernel"):
-        exact.add(torch.zeros(2, dtype=torch.int64), 0, torch.ones(2).as_subclass(OnAGpu))
+        exact.add(torch.zeros(2, dtype=torch.int64), 0, torch.ones(2).as_subclass(OnGpu))
     many, values = torch.zeros(200_003, dtype=torch.int64), torch.randn(200_003)
     exact.add(many, 0, values.bfloat16())
     assert torch.equal(many, (values.bfloat16().double() * 2**38).round().long())

@@ -120,7 +120,10 @@ def test_a_chain_whose_optimizers_look_at_their_first_state_is_resumed() -> None
     assert [group["lr"] for each in resumed.optimizers for group in each.param_groups] == [1.0, 0.25]
     resumed.param_groups[1]["lr"] = 0.0
     assert resumed.optimizers[1].param_groups[0]["lr"] == 0.0
-    assert all(each.state is resumed.state for each in resumed.optimizers)
+    copied = copy.deepcopy(resumed)
+    assert stepped(copied) == stepped(resumed)
+    assert all(each.state is copied.state for each in copied.optimizers)
+    assert len(copied.state) == 2
 
 
 def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:

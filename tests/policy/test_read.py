@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -283,6 +284,32 @@ def test_an_offer_ends_also_in_forked_processes(policy: _Policy) -> None:
         each.close()
 
 
+def test_a_reader_ends_also_in_forked_processes(policy: _Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, server = read_policy(policy.offer.address), policy.offer._server
+    assert server is not None
+    with policy.reader._connection.dup() as kept, reader._connection.dup() as ended:  # as a data loader's worker has
+        for each, end in ((policy.reader, kept), (reader, ended)):
+            each._pin()
+            end.setblocking(False)
+        with monkeypatch.context() as child:
+            child.setattr(policy.reader, "_pid", 0)
+            policy.reader.close()
+        reader.close()
+        with pytest.raises(BlockingIOError):
+            kept.recv(1)
+        assert ended.recv(1) == b""
+        until(lambda: len(server._pins) == 1)
+
+
+def test_a_forked_process_ends_no_offer(policy: _Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(policy.model._odc_engine, "_pid", 0)
+        with pytest.raises(RuntimeError, match=r"PolicyOffer\.close in process \d+, forked from rank 0"):
+            policy.offer.close()
+    policy.step()
+    assert policy.reader.read(_values) == {-1.0}
+
+
 def test_a_job_that_stands_still_is_not_waited_for(policy: _Policy) -> None:
     reader = read_policy(policy.offer.address, timeout=0.2)
     policy.model._odc_engine.publication.announce()
@@ -362,6 +389,20 @@ def test_why_rank_0_offers_nothing_is_said_to_all(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="no values for weight"):
         offer_policy(model)
     assert said[1]["problem"] == "no values for weight"
+
+
+def _offers_nothing(rank: int, world: int, error: Exception) -> tuple[type, str]:
+    with mock.patch.object(_Contents, "files", side_effect=error), pytest.raises(RuntimeError) as refused:
+        offer_policy(fully_shard(nn.Linear(2, 2)))
+    return refused.type, str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"), [(OSError("no space"), RuntimeError), (NotImplementedError("is merged"), NotImplementedError)]
+)
+def test_all_ranks_raise_the_same_where_rank_0_offers_nothing(error: Exception, wanted: type) -> None:
+    """So that a loop which samples otherwise where a policy can't be offered does so on all."""
+    assert ranks.run(_offers_nothing, 2, error) == [(wanted, str(error))] * 2
 
 
 def test_a_tensor_that_is_not_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from odc_triton.recurrent.packages import (
 )
 from odc_triton.sequence.exchange import Span
 from odc_triton.sequence.layer import RecurrentSplit
+from tests.support.devices import OnGpu
 
 kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
 decorate = hub_kernels.use_kernel_func_from_hub_with_fallback
@@ -121,10 +122,6 @@ def test_documents_equal_calls_of_their_own(case: str, from_states: bool, monkey
     want = apart(case, rows, states, LENGTHS)[: len(got)]
     grads = [torch.autograd.grad(sum(tensor.sin().sum() for tensor in side), inputs) for side in (got, want)]
     torch.testing.assert_close([*got, *grads[0]], [*want, *grads[1]], rtol=1e-5, atol=1e-5)
-
-
-class OnGpu(torch.Tensor):
-    is_cuda = True
 
 
 def test_the_first_segment_of_a_split_sample_publishes_its_rows() -> None:

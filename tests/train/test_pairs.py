@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from odc_triton.checkpoint import meta_causal_lm
+from odc_triton.checkpoint.base_model import frozen_base
 from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_source
 from odc_triton.jobs.data.preferences import PairSource, pair_of
 from odc_triton.jobs.data.records import DataError
@@ -28,7 +31,7 @@ from odc_triton.jobs.train.pairs_options import DpoOptions, OrpoOptions, PairOpt
 from odc_triton.jobs.train.pairs_run import PairRun, _Scored
 from odc_triton.plan.order import Mix, in_passes
 from odc_triton.tools.cli import main
-from tests.support import jobs
+from tests.support import jobs, ranks
 from tests.support.sft_case import case, write_case
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
@@ -205,6 +208,27 @@ def test_adapters_load_in_plain_peft(job: str, folder: Path, runs: dict[str, Pat
     with torch.no_grad():
         want = _loss(job, adapted, frozen, [every[number // 2] for number in numbers[:, 0].tolist()])
     assert seen[-1]["eval_loss"] == pytest.approx(want.item(), rel=1e-5)
+
+
+def _as_before(rank: int, world: int, options: RewardOptions) -> None:
+    """A run of a version whose checkpoints had a digest of the score below its adapters too."""
+    with mock.patch("odc_triton.checkpoint.base_model.frozen_base", partial(frozen_base, as_before=True)):
+        assert jobs.train(rank, world, [options], stop_after=1) == [jobs.STOPPED]
+
+
+@pytest.mark.filterwarnings("ignore:.* has 1 tensors that the model does not have")  # a head
+def test_adapters_of_a_reward_model_are_exported(folder: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    """The score below them has random values, which no file has, in the run and in `export`."""
+    run = Path(f"{runs['reward']}-lora")
+    assert main(["export", str(run), "--out", str(tmp_path / "new"), "--dtype", "fp32"]) == 0
+    name = "adapter_model.safetensors"
+    got, want = (load_file(each / name) for each in (tmp_path / "new", run / "adapter"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[each], want[each]) for each in want)
+    before: Any = options(folder, "reward", out=str(tmp_path / "before"), lora_rank=2, seed=3)
+    ranks.run(_as_before, 1, before)
+    assert main(["export", before.out, "--out", str(tmp_path / "old"), "--merge"]) == 0
+    assert jobs.run(1, replace(before, resume="auto")) == [jobs.ENDED]
 
 
 def test_a_pair_is_cut_or_left_out_as_one(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import threading
 import time
@@ -118,6 +120,17 @@ def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path:
     assert failed == ("DataError", [], "line 7 is damaged")
     assert (kind, blamed) == ("RankLost", [0])
     assert words.startswith("rank 1 was waiting for 'rank 0 prepares the data': rank 0 died")
+
+
+def test_the_command_in_run_yaml_works_for_a_folder_with_spaces(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), out=str(tmp_path / "my run"))
+    mesh = default_mesh(timedelta(seconds=LONG_S), "cpu")
+    with prepare.take_folder(wanted, lambda _: {"prepared": []}, mesh=mesh) as (_, folder):
+        assert folder is not None
+        path = folder.file(prepare.CONFIG)
+        command = " ".join(re.findall(r"^# ?(.*)", path.read_text(), re.M)).partition("again: ")[2]
+        folder.release()
+    assert shlex.split(command)[:5] == ["odc-triton", "train", "sft", "--config", str(path)]
 
 
 def _stopped(rank: int, world: int, wanted: SftOptions) -> tuple[str, list[int], str]:

@@ -151,8 +151,8 @@ class BackgroundCheckpoints(StepPart):
     def wait(self, *, quiet_s: float = _QUIET_S) -> None:
         """Waits until what was saved is whole, and says so on rank 0 once it took `quiet_s`. Collective: barriers.
 
-        Raises as `settle` does, and DeadlineExceeded on all ranks, naming those that have not written by the engine's
-        deadline; RankLost.
+        Raises as `settle` does, and DeadlineExceeded on all ranks, naming those that have not done their part of a
+        stage by the engine's deadline; RankLost.
         """
         start_s, is_told = time.monotonic(), False
         while self._stage is not None:
@@ -161,18 +161,18 @@ class BackgroundCheckpoints(StepPart):
             waited_s = time.monotonic() - start_s
             message = {"checkpoint": self.report(), "late": waited_s > self._engine.barrier.timeout_s}
             messages = self._engine.exchange(f"write {self._final.name}", message)
-            reports = [each["checkpoint"] for each in messages]
+            reports, stage = [each["checkpoint"] for each in messages], self._stage
             self.settle(reports)
-            if self._stage is None:
-                return
+            if self._stage is not stage:
+                start_s = time.monotonic()
+                continue
             late = [rank for rank, each in enumerate(reports) if not each["done"]]
             if late and any(each["late"] for each in messages):
                 self._drop()
-                raise DeadlineExceeded(
-                    late,
-                    f"ranks {late} have not written their part of {self._final} within {waited_s:.0f} s: the disk is "
-                    f"slow or hangs. {_REMEDY}",
-                )
+                what = f"ranks {late} have not written their part of {self._final}"
+                if stage is Stage.FINISHING:
+                    what = f"rank 0 has not made {self._final} of what all ranks have written"
+                raise DeadlineExceeded(late, f"{what} within {waited_s:.0f} s: the disk is slow or hangs. {_REMEDY}")
             if self._engine.rank == 0 and not is_told and waited_s >= quiet_s:
                 is_told = True
                 print(f"waiting for {self._final}, which is still being written", flush=True)

@@ -81,6 +81,7 @@ def _export(path: Path, options: ExportOptions) -> Path:
     from ...checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
     from ...checkpoint.base_model import FILE
     from ...checkpoint.folder import load_checkpoint, read_state
+    from ...checkpoint.pretrained import expect_weights
     from ...jobs.train.metrics import read_metrics
     from ...jobs.train.model import adapters_of, add_adapters, name_special_tokens, quantise, ties_head
     from ...jobs.train.model_card import write_card
@@ -96,6 +97,7 @@ def _export(path: Path, options: ExportOptions) -> Path:
     run = state.get("identity", {})
     if tokenizer is not None and (template := run.get("contents", {}).get("chat_template")):
         tokenizer.chat_template = template
+    torch.manual_seed(state.get("seed", 0))  # older checkpoints have a digest of what a run draws below its adapters
     model = meta_causal_lm(model=options.model, init=options.init, scores=run.get("job") == "reward")
     if tokenizer is not None:
         name_special_tokens(model, tokenizer)
@@ -111,8 +113,10 @@ def _export(path: Path, options: ExportOptions) -> Path:
         quantise(model, run["quantize"], run["dtype"])
     if rank:
         model = add_adapters(model, **adapters_of(run))
+    if is_read := options.model is not None and (path / FILE).exists():
+        expect_weights(model)
     model = fully_shard(model)
-    if options.model is not None and (path / FILE).exists():
+    if is_read:
         load_pretrained_shards(model, options.model)
     load_checkpoint(path, model=model, optimizer=None)
     if rank and not options.merge and options.model is None:

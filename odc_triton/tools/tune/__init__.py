@@ -190,19 +190,23 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
     kernels = BACKENDS[place.backend].adds_by_kernel
     pull_s = trial.pull_s(rounds=options.rounds)
     measured: dict[int, Measured] = {}
+    refused: list[list[str]] = []
     for tokens in options.counts:
         heap = trial.engine.heap
         shared = device == "cuda" and len(heap.near) > 1
         candidates = ways(workload, tokens, device=device, apart=heap.apart, kernels=kernels, shared=shared)
         if len(candidates) == 1:
             return [], [[str(tokens), next(iter(candidates)), "", "", "the only way here: not measured"]]
-        measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
-        of = measured[tokens].rounds
-        if not of:  # none fits into memory, or works: what other layers got counts
-            return [], [[str(tokens), way, "-", "", why] for way, why in measured[tokens].refused.items()]
+        found = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
+        if not (of := found.rounds):  # none fits into memory, or works: what fewer tokens, or other layers, got counts
+            refused = [[str(tokens), way, "-", "", why] for way, why in found.refused.items()]
+            break
+        measured[tokens] = found
         for words in of:
             if "/gathered/" in words:  # pulled twice, while the unit before computes: only the excess costs time
                 of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
+    if not measured:
+        return [], refused
     defaults = {tokens: shipped(workload, tokens, device=device).words for tokens in measured}
     alike = workload.operator in ("qkv", "experts")  # with it experts are all gathered, or never
     chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=alike)
@@ -211,7 +215,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
         best = _with_tiles(trial, words, tokens, options, measured[tokens])
         medians = {way: statistics.median(rounds) for way, rounds in measured[tokens].rounds.items()}
         line = {"operator": workload.operator, "dtype": str(trial.dtype).removeprefix("torch."), "choice": best}
-        line |= {"tokens": None if tokens == options.counts[-1] else tokens * workload.top_k, "seconds": medians}
+        line |= {"tokens": None if tokens == max(measured) else tokens * workload.top_k, "seconds": medians}
         lines += [Line(shape=shape, **line) for shape in workload.shapes]
         usual_s = medians.get(defaults[tokens])
         for way, seconds in medians.items():
@@ -222,7 +226,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
             rows.append([str(tokens), way, f"{seconds * 1e3:.3f}", speed, ", ".join(notes)])
         rows += [[str(tokens), way, "-", "", why] for way, why in measured[tokens].refused.items()]
         rows += [[str(tokens), kernel, "", "", f"tile {tile}"] for kernel, tile in best.tiles]
-    return lines, rows
+    return lines, rows + refused
 
 
 def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, measured: Measured) -> Any:
