@@ -14,8 +14,8 @@ def vowels(completions: Sequence[str], wanted: Sequence[str], **_: object) -> li
     ]
 
 
-def all_alike(completions: list[str], held_out: Sequence[float | None] = (), **_: object) -> list[float | None]:
-    values = [value or 0.1 for value in held_out] or [0.1] * len(completions)
+def all_alike(completions: list[str], **columns: list[float]) -> list[float | None]:
+    values = columns.get("held_out") or [0.1] * len(completions)
     return [*values[:-1], None]  # None: nothing is said of it
 
 

@@ -15,6 +15,7 @@ import psutil
 
 KILL, LAUNCHER, TERM, CTRL_C, FREEZE = "a rank", "the launcher", "SIGTERM", "Ctrl-C", "a frozen rank"
 STOPS = {TERM: signal.SIGTERM, CTRL_C: signal.SIGINT}
+COMPARED = 12  # steps: later ones may differ by more than rounding, as a token that is sampled another way
 Lines = dict[str, list[str]]
 
 
@@ -43,7 +44,7 @@ def differences(got: Path, want: Path, *, with_bits: bool) -> list[str]:
         return [*wrong, f"it has the steps {steps}"]
     if not with_bits:  # the order of sums is free
         for name, of in found.items():
-            pairs = zip(of, expected[name], strict=True)
+            pairs = zip(of[:COMPARED], expected[name][:COMPARED], strict=True)
             wrong += [f"another {key} in step {a['step']}" for a, b in pairs for key in ("loss", "grad_norm")
                       if not math.isclose(a[key], b[key], rel_tol=1e-3, abs_tol=1e-5)]  # fmt: skip
     weights, wanted_weights = models(got, with_bits=with_bits), models(want, with_bits=with_bits)

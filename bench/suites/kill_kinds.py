@@ -72,7 +72,7 @@ KINDS: dict[str, Kind] = {
     "hybrids": Kind(command=f"{_SFT} --data FOLDER/long.jsonl --init FOLDER/hybrid.json --split-sequences"),
     "experts": Kind(command=f"{_TEXT} --init FOLDER/experts.json --replace-layers"),
     "packed base": Kind(command=f"{_TEXT} {_LOW_RANK} --quantize nf4"),
-    "sweep": Kind(command="sweep FOLDER/sweep.yaml"),
+    "sweep": Kind(command="sweep FOLDER/sweep.yaml", interval=2),
     "automatic": Kind(command=f"run --strict {_EXAMPLE}", resumes=False, has_bits=False, last="step 4 loss"),
     "grpo overlapped": Kind(
         command=f"train grpo --data FOLDER/prompts.jsonl --model FOLDER/start {_ROLLOUT} {_USUAL} {_TOKENIZER}",

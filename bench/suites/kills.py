@@ -53,7 +53,7 @@ from .kill_kinds import KINDS, MINUTES, Kind, prepare
 LONG_S = 600.0
 STRIKES_OF_A_RUN = 4
 GRACE_S = 11.0  # of the launcher, for ranks that don't end by themselves
-HUNG, SAVED = "to end: killed", "stopped after step"  # words of the launcher and of a run
+HUNG, SAVED = "to end: killed", ", saved in "  # words of the launcher and of a run
 HOW = {KILL: 50, LAUNCHER: 15, TERM: 15, CTRL_C: 15, FREEZE: 5}  # how often
 _LOOK_S = 0.1
 _PRELOAD = ["bitsandbytes", "peft", "odc_triton.train.sft", "odc_triton.train.grpo", "odc_triton.train.dpo"]
@@ -156,7 +156,7 @@ def strike(
     run.wait_for(wait_s)
     ranks = run.ranks(kind.ranks)
     run.look()
-    late, struck_s = is_done(kind, out, wanted, run), time.monotonic()
+    late, struck_s = is_done(kind, out, wanted, run, left=1 + (how in STOPS)), time.monotonic()
     try:
         if not run.process.is_alive() or (how in (KILL, FREEZE) and not ranks):
             raise ProcessLookupError
@@ -171,7 +171,8 @@ def strike(
     status, said = run.end(watch=run.look)
     psutil.wait_procs(run.every, timeout=3 * within_s)
     ended_s, alive, wrong = time.monotonic() - struck_s, run.kill(), list[str]()
-    if alive or ended_s > within_s + (how == FREEZE) * (60 * MINUTES + GRACE_S):
+    # A sweep misses a frozen rank once the others have trained the other runs.
+    if alive or ended_s > within_s + (how == FREEZE) * (60 * MINUTES + GRACE_S + longest_s):
         wrong.append(f"it ended after {ended_s:.1f} s, {alive} processes not at all")
     if not is_right_end(how, rank, status, said, is_ours=kind.resumes, is_done=late):
         wrong.append(f"{how} {rank}, status {status}, isn't what it said: {said[-1500:]}")
@@ -186,12 +187,12 @@ def strike(
     return found | {"after_s": struck_s - run.begun_s, "ended_s": ended_s, "wrong": wrong}
 
 
-def is_done(kind: Kind, out: Path, wanted: Path, run: Run) -> bool:
-    """All of its steps are taken, or it is in the last one."""
+def is_done(kind: Kind, out: Path, wanted: Path, run: Run, *, left: int) -> bool:
+    """At most `left` lines of its metrics are to come."""
     if not kind.resumes:
         return kind.last in run.said.read_text(errors="replace")
     found = metrics_lines(out)
-    return all(len(found.get(name, ())) >= len(lines) - 1 for name, lines in metrics_lines(wanted).items())
+    return all(len(found.get(name, ())) >= len(lines) - left for name, lines in metrics_lines(wanted).items())
 
 
 def disturb(name: str, folder: Path, numbers: random.Random, strikes: int, within_s: float) -> dict[str, Any]:

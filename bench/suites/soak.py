@@ -65,10 +65,10 @@ class Watch:
 
 
 def disturbed(run: Run, kind: Kind, out: Path, numbers: random.Random, last: int) -> tuple[int, Watch]:
-    """Disturbs a run until its end. Returns the pauses and what it took."""
+    """Disturbs a run until its end, or for too long. Returns the pauses and what it took."""
     pauses, watch = 0, Watch()
     while run.wait_for(time.monotonic() - run.begun_s + numbers.uniform(0.0, APART_S)):
-        if time.monotonic() - run.begun_s > LONG_S:
+        if time.monotonic() - run.begun_s > most_s(last):
             break
         with contextlib.suppress(psutil.NoSuchProcess):
             if not (ranks := run.ranks(kind.ranks)):
@@ -82,11 +82,16 @@ def disturbed(run: Run, kind: Kind, out: Path, numbers: random.Random, last: int
     return pauses, watch
 
 
+def most_s(steps: int) -> float:
+    """What a run of so many may take."""
+    return LONG_S + 4 * steps
+
+
 def soak(name: str, folder: Path, numbers: random.Random, last: int) -> dict[str, Any]:
     usual = KINDS[name]
     kind = replace(usual, command=usual.command.replace(FEW, f"--steps {last} --checkpoint-every 50"))
     want, got = folder / f"{name}, alone", folder / f"{name}, disturbed"
-    if not want.exists() and (ended := Run.start(kind, folder, want).end())[0] != 0:
+    if not want.exists() and (ended := Run.start(kind, folder, want).end(most_s=most_s(last)))[0] != 0:
         raise RuntimeError(f"{name}: the undisturbed run ended with status {ended[0]}: {ended[1][-3000:]}")
     run = Run.start(kind, folder, got)
     pauses, watch = disturbed(run, kind, got, numbers, last)

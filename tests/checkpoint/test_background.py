@@ -177,7 +177,7 @@ def test_a_second_save_waits_for_the_first_and_says_so(
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_each_stage_has_the_deadline_for_itself(hangs: bool, alone: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All have written as it passes, so the checkpoint becomes whole, unless that takes as long again."""
+    """All have written as it passes, so the checkpoint becomes whole, also if that takes too long to wait for."""
     model, optimizer, background = alone
     past_s, go_on, finish, settle = (
         engine_of(model).barrier.timeout_s + 1,
@@ -225,7 +225,7 @@ def test_each_stage_has_the_deadline_for_itself(hangs: bool, alone: tuple, monke
         else:
             background.wait()
     assert max(calls) == past_s * (1 + hangs)
-    assert [path.name for path in background.checkpoints.all()] == ["step-00000001"] * (not hangs)
+    assert [path.name for path in background.checkpoints.all()] == ["step-00000001"]
 
 
 def test_closing_drops_what_is_not_written(alone: tuple, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,9 +22,9 @@ from odc_triton.engine.api import engine_of
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import blocks, ranks
 from tests.support.checkpointed import make, train
-from tests.support.deadlines import SHORT_S
 
 SAVED_AT, STEPS = 2, 4
+DEADLINE_S = 6.0
 STATE = {"step": SAVED_AT, "seed": 7, "sampler": {"epoch": 1, "position": 3}}
 
 
@@ -89,10 +90,10 @@ def _loads_late(rank: int, world: int, folder: Path) -> None:
     """Each rank in turn takes longer than the deadline: 1 for digests, 0 for values."""
     model, optimizer = make("qwen2", bf16=False)
     path = Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=0)
-    engine_of(model).barrier.timeout_s = SHORT_S
+    engine_of(model).barrier.timeout_s = DEADLINE_S
 
     def late(call: Any, on: int) -> Any:
-        return lambda *given: (time.sleep((SHORT_S + 1) * (rank == on)), call(*given))[1]
+        return lambda *given: (time.sleep((DEADLINE_S + 1) * (rank == on)), call(*given))[1]
 
     with (
         mock.patch.object(Manifest, "check_digests", late(Manifest.check_digests, 1)),
@@ -101,6 +102,7 @@ def _loads_late(rank: int, world: int, folder: Path) -> None:
         load_checkpoint(path, model=model, optimizer=optimizer)
 
 
+@pytest.mark.slow  # two deadlines must expire
 def test_ranks_wait_for_one_that_reads_for_longer(tmp_path: Path) -> None:
     """As where fewer ranks wrote, so that some have a large file and others none."""
     ranks.run(_loads_late, 2, tmp_path)

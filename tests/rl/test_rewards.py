@@ -210,7 +210,7 @@ def test_odd_types(rewards: Callable[..., Rewards]) -> None:
 def test_columns_are_known_before_the_start(rewards: Callable[..., Rewards]) -> None:
     rewards("needs", "exact").check(["answer"])
     with pytest.raises(ValueError, match="an unexpected keyword argument 'level'"):
-        rewards("needs").check(["answer"], ["level"])
+        rewards("needs").check(["answer"], ["answer", "level"])
     for columns, words in (
         (["answr", "level"], r"completion_ids, answr, level \(missing a required argument: 'answer'\), which are all"),
         (["answer", "level"], r"answer, level \(got an unexpected keyword argument 'level'\)"),

@@ -168,7 +168,7 @@ class BackgroundCheckpoints(StepPart):
                 continue
             late = [rank for rank, each in enumerate(reports) if not each["done"]]
             if late and any(each["late"] for each in messages):
-                self._drop()
+                self.close()  # what rank 0 still renames stays whole
                 what = f"ranks {late} have not written their part of {self._final}"
                 if stage is Stage.FINISHING:
                     what = f"rank 0 has not made {self._final} of what all ranks have written"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -56,11 +56,6 @@ class Prompts(Sequence[Prompt]):
         for each in self:
             found.update(json.dumps([each.ids, each.columns], sort_keys=True, default=str).encode())
         return found.hexdigest()[:32]
-
-
-def columns_of(sets: Iterable[Prompts]) -> list[str]:
-    """Of all sets."""
-    return sorted({name for each in sets for name in each.columns})
 
 
 def joined_prompts(sets: Sequence[Prompts], copies: Sequence[int]) -> Prompts:

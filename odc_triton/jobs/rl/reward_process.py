@@ -56,7 +56,7 @@ class RewardProcess:
 
     It is another program with its own session: it shares no memory, lock or file with the rank, and Ctrl-C does not
     reach it. The kernel kills it when the thread that started it ends; the functions' child processes are killed with
-    it. Its output goes to stderr. columns: of the data, if they are known; more: of the evaluation's.
+    it. Its output goes to stderr. columns: of the data, and of the evaluation's, if they are known.
 
     Raises ValueError if a function can't be imported, or called with the columns, ProcessEnded, and TimeoutError after
     `timeout_s` seconds.
@@ -65,8 +65,7 @@ class RewardProcess:
     def __init__(
         self,
         names: list[str],
-        columns: list[str] | None,
-        more: Sequence[str],
+        columns: Sequence[list[str] | None] = (),
         *,
         timeout_s: float,
         settings: Mapping[str, float],
@@ -82,7 +81,7 @@ class RewardProcess:
                 start_new_session=True,
             )
         try:
-            wanted = json.dumps([names, columns, [*more], settings]).encode()
+            wanted = json.dumps([names, columns or [None], settings]).encode()
             problem = self._ask(wanted, time.monotonic() + timeout_s)
         except BaseException:
             self.kill()
@@ -171,13 +170,14 @@ def serve(descriptor: int, parent_pid: int) -> None:
 def _serve(channel: socket.socket) -> None:
     functions: list[Callable] = []
     problem = None
-    names, columns, more, settings = json.loads(_receive(channel))
+    names, columns, settings = json.loads(_receive(channel))
     for name in names:
         if name in NAMES:
-            found = missing_columns(name, columns or ()) if columns is not None else None
+            found = None if columns[0] is None else missing_columns(name, columns[0])
             found = found or named_reward(name, **settings)
         else:
-            found = find_function("reward", name, None if columns is None else [*columns, *more])
+            each_found = [find_function("reward", name, of) for of in columns]
+            found = next((each for each in each_found if isinstance(each, str)), each_found[0])
         if isinstance(found, str):
             problem = problem or found
         else:

@@ -48,14 +48,14 @@ class Rewards:
         self.timeout_s, self.max_new_tokens = timeout_s, max_new_tokens
         self._process: RewardProcess | None = None
 
-    def check(self, columns: list[str] | None = None, more: Sequence[str] = ()) -> None:
+    def check(self, columns: list[str] | None = None, held_out: list[str] | None = None) -> None:
         """Imports the functions, so that a job can fail before its ranks start; `close` when done.
 
-        `columns`: of the data, if known; `more`: of the evaluation's. Raises ValueError with the module or function and
-        the remedy.
+        `columns`, `held_out`: of the data and of the evaluation's, if known. Raises ValueError with the module or
+        function and the remedy.
         """
         if self.names:
-            self._running(columns, more)
+            self._running(columns, held_out)
 
     def score(
         self,
@@ -93,11 +93,11 @@ class Rewards:
             self._process.close()
             self._process = None
 
-    def _running(self, columns: list[str] | None = None, more: Sequence[str] = ()) -> RewardProcess:
+    def _running(self, *columns: list[str] | None) -> RewardProcess:
         if self._process is None:
             try:
                 settings = {"timeout_s": self.timeout_s, "max_new_tokens": self.max_new_tokens}
-                self._process = RewardProcess(self.names, columns, more, timeout_s=_START_S, settings=settings)
+                self._process = RewardProcess(self.names, columns, timeout_s=_START_S, settings=settings)
             except ProcessEnded as end:
                 raise ValueError(f"while importing the rewards {', '.join(self.names)} {end}") from None
             except TimeoutError:

@@ -36,10 +36,13 @@ _EMPTY = 1 << 40  # added to the queue's counter: nothing is left
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSlot:
-    """One prompt of a step, with the seed of each of its completions."""
+    """One prompt of a step, with the seed of each of its completions. `columns`: the names of those that reward
+    functions are given, the same for all prompts that are sampled together.
+    """
 
     prompt: Prompt
     seeds: list[int]
+    columns: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,10 @@ class Sampler:
         rewards: Rewards,
         counter: Counter,
         tokenizer: Any,
-        columns: Sequence[str],
         function: RolloutFunction | None = None,
     ) -> None:
         self.engine, self.completions, self.rewards, self.tokenizer = engine, completions, rewards, tokenizer
-        self.counter, self.function, self._columns, self._rollouts = counter, function, columns, 0
+        self.counter, self.function, self._rollouts = counter, function, 0
         self._scores = threading.Lock()  # reward functions are called one batch at a time
 
     def roll_out(
@@ -140,7 +142,7 @@ class Sampler:
         if stop() is not None:
             return []
         flat = [(slot, one) for slot, group in zip(chosen, sampled, strict=True) for one in group]
-        columns = {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns} | more
+        columns = {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in flat[0][0].columns} | more
         with self._scores:
             scores = self.rewards.score(
                 [slot.prompt.given for slot, _ in flat],

@@ -20,7 +20,7 @@ from ...packs.enable import innermost
 from ..rl.generation import CompletionEngine
 from ..rl.importance import Importance
 from ..rl.named_rewards import ACCURACY, without_answer
-from ..rl.prompts import Prompts, columns_of, joined_prompts, read_prompts
+from ..rl.prompts import Prompts, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
 from ..rl.turns import find_rollout
@@ -135,13 +135,16 @@ def _read(options: GrpoOptions, tokenizer: Any, ranks: int, *, first: int = 0) -
     return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
 
 
-def _columns(options: GrpoOptions, found: list[Prompts]) -> tuple[list[str] | None, list[str]]:
-    """What reward functions are given of the prompts to learn from, and in addition of those to evaluate on; None
+def _columns(options: GrpoOptions, found: list[Prompts]) -> list[list[str] | None]:
+    """What reward functions are given of the prompts to learn from, and of those to evaluate on if there are any; None
     where it may be more.
     """
-    learned, others = found[: len(options.data)], found[len(options.data) :]
-    known = options.rollout is None and all(map(len, found))
-    return columns_of(learned) if known else None, columns_of(others) if known else []
+    sets = [each for each in (found[: len(options.data)], found[len(options.data) :]) if each]
+    known = [options.rollout is None and all(map(len, of)) for of in sets]
+    return [
+        sorted({name for each in of for name in each.columns}) if is_known else None
+        for of, is_known in zip(sets, known, strict=True)
+    ]
 
 
 def _rewards(options: GrpoOptions) -> Rewards:

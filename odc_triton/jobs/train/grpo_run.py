@@ -32,7 +32,7 @@ from ..rl.learned import Learned
 from ..rl.overlap import HiddenTime, OverlappedRollout
 from ..rl.policy_gradient import PolicyGradient
 from ..rl.policy_loss import LearningRule, PolicyLoss, advantages
-from ..rl.prompts import Prompts, columns_of, completion_seed, prompts_of_step
+from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
@@ -87,7 +87,6 @@ class GrpoRun(Run):
             rewards=rewards,
             counter=shared_counter(options, engine.grid),
             tokenizer=prepared.tokenizer,
-            columns=columns_of([self.prompts, *([] if self.evaluation is None else [self.evaluation])]),
             function=None if options.rollout is None else self._function(options.rollout),
         )
         grid = engine.grid
@@ -231,6 +230,7 @@ class GrpoRun(Run):
             PromptSlot(
                 prompt=self.prompts[index],
                 seeds=[completion_seed(options.seed, step, place, n) for n in range(options.generations)],
+                columns=self.prompts.columns,
             )
             for place, index in enumerate(chosen)
         ]
@@ -247,7 +247,8 @@ class GrpoRun(Run):
 
     def evaluate(self) -> Metrics:
         """One greedy completion of each held-out prompt. Empty if the ranks are asked to stop."""
-        slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
+        of = self.evaluation
+        slots = [PromptSlot(prompt=prompt, seeds=[0], columns=of.columns) for prompt in of]
         self.sampler.completions.sync(self.model)
         made = self.sampler.roll_out(slots, self._sampling(0.0), **self._limits)
         self.idle.restart()
