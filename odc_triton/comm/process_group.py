@@ -138,7 +138,5 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
             raise
         late = re.search(r"keys: \S*/(\d+)$", str(error))  # gloo's, of a rank's address
         others = [int(late[1])] if late else [each for each in range(world) if each != rank]
-        names = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-        raise DeadlineExceeded(
-            others, f"rank {rank} has waited {waited_s:.1f} s for {names} to connect: the deadline has passed"
-        ) from error
+        words = f"rank {rank} waited {waited_s:.1f} s for ranks {others} to connect: the deadline has passed"
+        raise DeadlineExceeded(others, words) from error
