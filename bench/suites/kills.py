@@ -216,9 +216,8 @@ def disturb(name: str, folder: Path, numbers: random.Random, strikes: int, withi
             found.append(struck)
             print(f"{name}: {struck}", flush=True)
         status, said = Run.start(kind, folder, out).end()
-        if status != 0 and not (
-            kind.last and kind.last in said and "SIGABRT" in said
-        ):  # of torch's gloo: it had done all
+        is_aborted = kind.last != "" and kind.last in said and "SIGABRT" in said  # by torch's gloo, with all work done
+        if status != 0 and not is_aborted:
             differ.append(f"run {runs}: status {status}: {said[-2000:]}")
         elif kind.resumes:
             wrong = lost_lines(before, metrics_lines(out), interval=interval)
