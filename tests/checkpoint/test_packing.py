@@ -142,7 +142,7 @@ def digest(rank: int, world: int, folder: Path, threads: int) -> int:
     quantise_on_meta(model, "nf4", torch.float32)
     model = fully_shard(add_adapters(model, rank=2, alpha=None, targets="q_proj"))
     load_pretrained_shards(model, folder)
-    return own_sum(frozen_base(model))
+    return own_sum(frozen_base(model), rank, world)
 
 
 @pytest.mark.slow
