@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from bench.whole import whole as whole_tensor
-from odc_triton import enable_split, fully_shard, minibatch, replace_layers, use_odc
+from odc_triton import enable_split, minibatch, replace_layers, use_odc
 from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
 from odc_triton.checkpoint.folder import Saving
 from odc_triton.hf import enable_packing, summed_loss
@@ -186,8 +185,7 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
     def start(options: SftOptions, sharded: Callable, prepared: Any) -> Any:
         def watched(options: SftOptions) -> Any:
             base = load_frozen(options, sharded) if "one base" in features else None
-            with mock.patch.object(job, "fully_shard", partial(fully_shard, base=base)):
-                model, cost = sharded(options)
+            model, cost = sharded(options, **({} if base is None else {"base_of": lambda _: base}))
             _watch_model(model, found, features)
             return model, cost
 
