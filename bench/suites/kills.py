@@ -52,7 +52,7 @@ from .kill_kinds import KINDS, MINUTES, Kind, prepare
 
 LONG_S = 600.0
 STRIKES_OF_A_RUN = 4
-GRACE_S = 11.0  # of the launcher, for ranks that don't end by themselves
+GRACE_S = launch._ALONE_S + launch._GRACE_S  # from a failure to the launcher's SIGKILL
 HUNG, SAVED = "to end: killed", ", saved in "  # words of the launcher and of a run
 HOW = {KILL: 50, LAUNCHER: 15, TERM: 15, CTRL_C: 15, FREEZE: 5}  # how often
 _LOOK_S = 0.1
