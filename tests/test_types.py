@@ -69,14 +69,14 @@ ERRORS = {
     "odc_triton/jobs/options/": 5,
     "odc_triton/jobs/reports/": 6,
     "odc_triton/jobs/rl/": 24,
-    "odc_triton/jobs/train/": 67,
-    "odc_triton/jobs/trainers/": 133,
+    "odc_triton/jobs/train/": 45,
+    "odc_triton/jobs/trainers/": 131,
     "odc_triton/jobs/vllm/": 7,
-    "odc_triton/tools/cli/": 3,
+    "odc_triton/tools/cli/": 1,
     "odc_triton/tools/doctor/": 4,
     "odc_triton/tools/memory/": 1,
     "odc_triton/tools/profile.py": 7,
-    "odc_triton/tools/simulate/": 9,
+    "odc_triton/tools/simulate/": 8,
     "odc_triton/tools/tune/": 21,
 }
 

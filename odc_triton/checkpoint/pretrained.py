@@ -71,17 +71,15 @@ def _require_one(model: str | None, init: str | None) -> None:
 
 
 def auto_class(config: Any, *, scores: bool = False) -> Any:
-    """transformers' auto class for `config`: for causal LMs, or for vision-language models that are no other;
-    `scores`: for sequence classifiers.
+    """transformers' auto class for `config`: for models that see images, where it is one, else for causal LMs, as which
+    those of Qwen3.5 have no tower. `scores`: for sequence classifiers.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
     if scores:
         return transformers.AutoModelForSequenceClassification
-
-    seeing = type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if seeing and type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,13 @@ LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading 
 _MEET = 4  # samples with a common prefix in an average minibatch: so many need not be kept together
 _COMPARED = 1 << 24  # tokens that are held at a time
 _MARKED = 8  # first tokens of a sample with images, which are compared together with a digest of these
+
+
+class Readable(Protocol):
+    """Samples that are read by number: a list, a data set."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,7 @@ def first_own(alike: int) -> int:
     return alike - 1 if alike >= LEAST_SHARED else 0  # each computes the last one
 
 
-def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:
+def find_relatives(samples: Readable, progress: Callable[[int], None] | None = None) -> Relatives:
     """Compares the samples' tokens, to compute once what they share.
 
     Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only if

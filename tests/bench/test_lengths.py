@@ -162,8 +162,8 @@ def test_the_command(config: str, lengths: str, tmp_path: Path, capsys) -> None:
     assert main(["bench", *given, "--variants", ",".join(names)]) == 0
     said = capsys.readouterr().out
     assert "2 ranks on cpu, fp32" in said
-    assert "1 round of 4 variants, each 3 minibatches" in said
-    assert "  [4 of 4] ODC + split: " in said
+    assert "1 round of 4 variants, each of 1 minibatch to warm up and 2 timed ones" in said
+    assert "  [round 1 of 1, turn 4 of 4] ODC + split: " in said
     assert f"times as fast as {Odc.name}: long sequences are split over ranks" in said
     data = json.loads((out / "lengths.json").read_text())
     assert list(data["variants"]) == names

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton.jobs.data.vision import read_processor
 from odc_triton.jobs.train.model import build_model
 from odc_triton.jobs.train.sft import check_before_start
 from odc_triton.step import one_ahead
 from odc_triton.tools.cli.command import main
-from tests.support import jobs
+from tests.support import jobs, slow
 from tests.support.processors import WITHOUT_TORCHVISION, image
 from tests.support.sft_case import write_case
 from tests.support.sft_images import case, of_model, write_model, write_records
@@ -31,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     write_model(folder / "model", "qwen2_5_vl")
     write_model(folder / "gemma3", "gemma3", weights=True)  # without, its projector would begin with zeros
+    write_model(folder / "qwen3_5", "qwen3_5", weights=True, like="qwen3_vl")
     write_records(folder, "learned", asked=3, text=4)
     write_records(folder, "held_out", asked=1, text=0, seed=1)
     return folder
@@ -38,10 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits(folder: Path) -> torch.Tensor:
     """Of plain transformers, for an image and a text."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder, backend="pil")
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), read_processor(folder)
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     text = processor.apply_chat_template(turns, add_generation_prompt=True)
     inputs = processor(text=[text], images=[[image()]], return_tensors="pt")
@@ -49,10 +50,11 @@ def logits(folder: Path) -> torch.Tensor:
         return model(**inputs).logits
 
 
-def test_a_run_on_two_ranks_and_what_it_writes(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", slow("qwen3_5")])
+def test_a_run_on_two_ranks_and_what_it_writes(family: str, folder: Path, tmp_path: Path) -> None:
     """Plain transformers has the same logits from the model that the run writes and from its exported checkpoint."""
     how = {"eval_data": str(folder / "held_out.jsonl"), "checkpoint_every": 3, "steps": 3, "freeze_vision_tower": True}
-    wanted = case(folder, **of_model(folder / "gemma3"), **how, out=str(tmp_path / "out"))
+    wanted = case(folder, **of_model(folder / family), **how, out=str(tmp_path / "out"))
     check_before_start(wanted, 2)
     assert jobs.run(2, wanted) == [jobs.ENDED]
     lines = jobs.lines(wanted.out)

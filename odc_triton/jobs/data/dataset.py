@@ -305,7 +305,7 @@ def samples_of(
     for given in zip(records, records, strict=True) if options.pairs else ((each,) for each in records):
         fits = sum(len(sample.ids) for _, sample in given) <= options.max_tokens
         most = options.max_tokens if fits else options.max_tokens // len(given)
-        group = [_sample_of(*each, options, most) for each in given]
+        group: list[Any] = [_sample_of(*each, options, most) for each in given]
         if options.pairs and given[0][1].ids[:most] == given[1][1].ids[:most]:
             group = ["no target", "no target"]
         summary.records += len(group)

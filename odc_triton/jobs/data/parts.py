@@ -16,11 +16,11 @@ from __future__ import annotations
 import base64
 import binascii
 import unicodedata
-from typing import Any
+from typing import Any, TypeAlias
 
 from .records import DataError, from_json, kind_of, names_of, string
 
-Source = "str | bytes"  # a path, a URL, or the image itself
+Source: TypeAlias = "str | bytes"  # a path, a URL, or the image itself
 _MARK = "<image>"
 _FIELDS = ("images", "image")  # of a record
 _KEYS = ("image", "path", "url", "base64")  # of a part

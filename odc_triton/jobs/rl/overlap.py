@@ -206,12 +206,13 @@ class OverlappedRollout(Participant):
         if self._is_known(own):
             return []
         missing = {self._holders.get(place) for place in range(len(self._slots)) if place not in self._made}
-        is_anyone = None in missing or self._log.is_behind
-        return sorted(({*range(self.engine.world)} if is_anyone else missing) - {self.engine.rank})
+        if None in missing or self._log.is_behind:
+            missing = {*range(self.engine.world)}
+        return sorted(missing - {self.engine.rank, None})
 
     def _entries(self, numbers: list[int]) -> list[Entry]:
         if not self._shares_prefixes:
-            return numbers
+            return [*numbers]
         relatives = find_relatives([self._batch.samples[number] for number in numbers])
         return [named(entry, numbers) for entry in relatives.entries(range(len(numbers)))]
 

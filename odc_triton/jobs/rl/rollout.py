@@ -207,6 +207,6 @@ def _unpacked(sent: dict[str, Any]) -> Sampled:
     return Sampled(ended=sent["ended"], **lists)
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """A failed function's own message, or an error with its class."""
     return str(error) if isinstance(error, (RewardFailed, GenerationFailed)) else describe(error)

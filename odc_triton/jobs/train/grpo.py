@@ -66,7 +66,7 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
                 "--engine is vllm-server, which reads the policy from shared memory, and not from GPUs yet: give "
                 "--engine vllm-colocate"
             )
-        config = read_config(options.model if options.init is None else options.init)
+        config = read_config(options.architecture)
         server = PolicyServer(options.vllm_server)
         server.check(config=config, dtype=_DTYPES[options.on("cpu").dtype], tokens=largest["longest"])
     rewards = _rewards(options)

@@ -42,7 +42,7 @@ def build_model(
     model = meta_causal_lm(model=options.model, init=options.init, scores=scores)
     if scores and not isinstance(model, GenericForSequenceClassification):
         raise ValueError(
-            f"{options.model or options.init}: {type(model).__name__} has no scores of single tokens, which train "
+            f"{options.architecture}: {type(model).__name__} has no scores of single tokens, which train "
             f"reward needs: give a decoder whose sequence classifier is transformers' generic one"
         )
     if options.quantize is not None:
@@ -53,7 +53,7 @@ def build_model(
     try:
         enable_packing(model)
     except PackingUnsupported as error:
-        raise PackingUnsupported(f"{options.model or options.init}: {error}") from error
+        raise PackingUnsupported(f"{options.architecture}: {error}") from error
     if isinstance(options, SftOptions):
         weigh_routers(model, options)
     if options.needs_branches and not takes_branches(innermost(model)):
@@ -180,14 +180,12 @@ def replace(model: nn.Module, options: Any, rank: int, *, try_head: bool = False
     roles = [*(DEFAULT_ROLES if options.replace_layers else ()), *([HEAD] if wants_head else ())]
     replaced = replace_layers(model, roles=roles, verbose=rank == 0 and (options.replace_layers or not try_head))
     if getattr(options, "expert_cache", 0) and not replaced.swapped.get("experts"):
-        raise ValueError(f"--expert-cache: {options.model or options.init} has no experts to replace; leave it out")
+        raise ValueError(f"--expert-cache: {options.architecture} has no experts to replace; leave it out")
     if not wants_head or replaced.swapped[HEAD]:
         return
     why = "; ".join(f"{name}: {why}" for name, why in replaced.left.items())
     if options.fused_head:
-        raise ValueError(
-            f"--fused-head: {options.model or options.init} has a head that can't be fused ({why}); leave it out"
-        )
+        raise ValueError(f"--fused-head: {options.architecture} has a head that can't be fused ({why}); leave it out")
     if rank == 0 and not options.replace_layers:  # which has said it
         print(f"logits are computed whole, as the head can't be fused ({why})", flush=True)
 

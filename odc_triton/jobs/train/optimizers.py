@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> Optimizer:
 
     Raises ValueError if Muon has no matrix to step.
     """
-    how = {"lr": options.lr, "weight_decay": options.weight_decay}
+    how: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if options.optimizer == "sgd":
         return torch.optim.SGD(trained, **how)

@@ -64,7 +64,7 @@ class HasEnded(Exception):
 
 def load_any_tokenizer(options: RunOptions) -> Any:
     """The run's tokenizer: the given one, or the model's, with the run's chat template."""
-    return with_template(read_tokenizer(options.tokenizer or options.model), options.chat_template)
+    return with_template(read_tokenizer(options.tokenizer or options.architecture), options.chat_template)
 
 
 def mix_of(options: RunOptions, sizes: Sequence[int], ranks: int) -> Mix:

@@ -30,7 +30,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
-        self._lock: int | None = None
+        self._lock = -1  # a file descriptor
 
     def file(self, name: str) -> Path:
         return self.path / name
@@ -194,9 +194,9 @@ class RunFolder:
         return (metrics.exists() and metrics.stat().st_size > 0) or any(self.path.glob("checkpoints/step-*"))
 
     def release(self) -> None:
-        if self._lock is not None:
+        if self._lock != -1:
             os.close(self._lock)
-            self._lock = None
+            self._lock = -1
 
 
 def report_ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:

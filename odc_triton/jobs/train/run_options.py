@@ -315,6 +315,11 @@ class RunOptions:
             )
 
     @property
+    def architecture(self) -> str:
+        """The folder, hub id or config that says what the model is."""
+        return self.model or self.init or ""  # one is given
+
+    @property
     def columns(self) -> dict[str, str]:
         """The data's columns that have another name here, by that name."""
         return columns_of(self.map)

@@ -21,7 +21,7 @@ def load_processor(options: SampleOptions) -> Any | None:
     """The processor of a model that sees images; None: the run is of text alone. Raises OSError and ValueError."""
     if _why_blind(options) is not None:
         return None
-    source, config = options.tokenizer or options.model, read_config(options.model or options.init)
+    source, config = options.tokenizer or options.architecture, read_config(options.architecture)
     processor = with_template(read_processor(source), options.chat_template)
     require_tokens(processor.tokenizer, source)
     token = getattr(config, "image_token_id", None)
@@ -35,7 +35,7 @@ def load_processor(options: SampleOptions) -> Any | None:
 
 def _why_blind(options: SampleOptions) -> str | None:
     """What keeps a run from seeing images, and the remedy."""
-    model, source = options.model or options.init, options.tokenizer or options.model
+    model, source = options.architecture, options.tokenizer or options.architecture
     if not sees_images(config := read_config(model)):
         return f"{model} is a {config.model_type}, which sees none in a pack: give a --model that does (docs/models.md)"
     if Path(source).exists() and not has_processor(source):

@@ -193,7 +193,7 @@ def _train(job: str, ranks: int, wanted: Any) -> int:
     return 0
 
 
-def _sweep(file: str, ranks: int | None, wanted: Any) -> int:
+def _sweep(file: str, ranks: int, wanted: Any) -> int:
     from ...jobs.train.sweep_options import read_sweep
 
     start_job("odc_triton.jobs.train.sweep", "run_sweep", read_sweep(expanded(file), wanted), ranks=ranks)
@@ -300,8 +300,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         name = _imported(kind).job
         more = ": torchrun --nproc-per-node 8 --no-python odc-triton train sft …" if name == "sft" else "."
         about = f"{description or text.capitalize() + _PAIRS}. {_STARTS}"
-        how = {"has_ranks": True, "joins": True, "has_config": True}
-        job = _Command(help=text, description=about + more, options=kind, run=partial(_train, module), **how)
+        run = partial(_train, module)
+        how = {"options": kind, "run": run}
+        job = _Command(help=text, description=about + more, has_ranks=True, joins=True, has_config=True, **how)
         job.add(jobs, name)
 
 

@@ -113,11 +113,12 @@ def _export(path: Path, options: ExportOptions) -> Path:
         quantise(model, run["quantize"], run["dtype"])
     if rank:
         model = add_adapters(model, **adapters_of(run))
-    if is_read := options.model is not None and (path / FILE).exists():
+    source = options.model if (path / FILE).exists() else None
+    if source is not None:
         expect_weights(model)
     model = fully_shard(model)
-    if is_read:
-        load_pretrained_shards(model, options.model)
+    if source is not None:
+        load_pretrained_shards(model, source)
     load_checkpoint(path, model=model, optimizer=None)
     if rank and not options.merge and options.model is None:
         print(f"{options.out} gets adapters of a random base, which is in no other folder: --merge adds them to it")

@@ -48,7 +48,7 @@ def default_ranks(device: str = "auto") -> int:
     return max(import_module("torch").cuda.device_count(), 1)
 
 
-def start_job(name: str, run: str, options: Any, *, ranks: int | None) -> None:
+def start_job(name: str, run: str, options: Any, *, ranks: int) -> None:
     """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank;
     under torchrun as one of its ranks, which have been checked by nobody.
     """

@@ -198,7 +198,7 @@ class Job:
         read of `split_tokens`; None if a token's activations are unknown.
         """
         plan = self.plans.get(schedule)
-        if plan is None or plan.activation_bytes_per_token is None:
+        if self.model is None or plan is None or plan.activation_bytes_per_token is None:
             return None
         each = plan.activation_bytes_per_token - (self.model.logits_bytes if self.fused_head else 0)
         kv_bytes = self.model.kv_width * (COMPUTE_BYTES + REDUCE_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,7 @@ def simulate_runs(runs: Sequence[Sequence[Sequence[int]]], *, job: Job, token_ca
     """Runs, of which each has minibatches, over one base, of a `job` that is `alone`: the rank that is free first takes
     the next run, costliest first. Seconds are those of all runs over the number of their minibatches, as if in turn.
     """
-    how = {"ranks": 1, "token_cap": token_cap, "balance": "mini", "cost": job.cost}
+    how: dict[str, Any] = {"ranks": 1, "token_cap": token_cap, "balance": "mini", "cost": job.cost}
     queue = [[pack for lengths in run for pack in assign_packs(lengths, **how)[0]] for run in runs]
     queue.sort(key=lambda packs: -sum(map(job.cost.pack, packs)))
     minibatches = [lengths for run in runs for lengths in run]
