@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,17 +20,13 @@ from .entries import Entry
 from .fields import IGNORED, IMAGE_FIELDS, TOKEN_TYPES
 from .line import Strip, cut_line
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsLenAndGetItem
+
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
 _MEET = 4  # samples with a common prefix in an average minibatch: so many need not be kept together
 _COMPARED = 1 << 24  # tokens that are held at a time
 _MARKED = 8  # first tokens of a sample with images, which are compared together with a digest of these
-
-
-class Readable(Protocol):
-    """Samples that are read by number: a list, a data set."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +156,9 @@ def first_own(alike: int) -> int:
     return alike - 1 if alike >= LEAST_SHARED else 0  # each computes the last one
 
 
-def find_relatives(samples: Readable, progress: Callable[[int], None] | None = None) -> Relatives:
+def find_relatives(
+    samples: SupportsLenAndGetItem[Mapping[str, Any]], progress: Callable[[int], None] | None = None
+) -> Relatives:
     """Compares the samples' tokens, to compute once what they share.
 
     Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only if

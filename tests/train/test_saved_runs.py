@@ -12,6 +12,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,46 @@ import torch
 from odc_triton import fully_shard
 from odc_triton.hf import ODCTrainer, enable_packing
 from odc_triton.jobs.data.store import contents
-from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.metrics import Metrics, read_metrics
 from odc_triton.jobs.train.prepare import identity_of
 from odc_triton.jobs.train.run_folder import RunFolder, require_same
 from odc_triton.jobs.train.sft_options import SftOptions
-from tests.support import jobs, ranks
+from tests.support import jobs, ranks, slow
+from tests.support.grpo_case import VOWELS, write_prompts
 from tests.support.sft_case import write_case
 
 DATA = Path(__file__).parents[1] / "data"
-VERSIONS = ["0.2.0", pytest.param("0.1.0", marks=pytest.mark.slow)]
+VERSIONS = ["0.3.0", slow("0.2.0"), slow("0.1.0")]
 STEPS, STOP = 4, 2
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "tie_word_embeddings": True}
-RUNS: dict[str, dict[str, Any]] = {"sft": {}, "lora": {"lora_rank": 2}}
+OF_ALL = ("sft", "lora")  # each version saved these, 0.3.0 all
+RUNS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "lora": {"lora_rank": 2},
+    "muon": {"optimizer": "muon", "eval_fraction": 0.25, "eval_every": 1},
+    "split": {"split_sequences": True, "exact": True, "token_cap": 64},
+    "prefixes": {"share_prefixes": True, "replace_layers": True},
+    "queue": {"balance": "queue", "gradient_checkpointing": True},
+}
 # Sums over ranks come in another order, and another torch's kernels round otherwise.
 TOLERANCE = 1e-4
 
 
-def _sft(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
-    os.chdir(folder)  # the options of a run that goes on are the same: they have relative paths
-    wanted = {"data": "data.jsonl", "init": "config.json", "tokenizer": "tokenizer.json", "out": "out"}
+def _sft(rank: int, world: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     sizes = {"steps": STEPS, "samples_per_rank": 2, "token_cap": 128, "truncate": True, "lr": 1e-3, "warmup_steps": 2}
-    assert jobs.train(rank, world, [SftOptions(**wanted | sizes | changes, keep=10)]) == [jobs.ENDED]
+    for name, changes in runs.items():
+        os.chdir(folder / name)  # the options of a run that goes on are the same: they have relative paths
+        wanted = {"data": "data.jsonl", "init": "config.json", "tokenizer": "tokenizer.json", "out": "out"}
+        assert jobs.train(rank, world, [SftOptions(**wanted | sizes | changes, keep=10)]) == [jobs.ENDED]
+
+
+def _grpo(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
+    os.chdir(folder)
+    wanted = {"data": "prompts.jsonl", "init": "config.json", "tokenizer": "tokenizer.json", "out": "out"}
+    wanted |= {"reward": (VOWELS,), "steps": STEPS, "prompts_per_rank": 2, "generations": 3, "kl": 0.1, "keep": 10}
+    sizes = {"max_new_tokens": 12, "token_cap": 128, "lr": 1e-2, "warmup_steps": 0, "overlap_rollout": "off"}
+    assert jobs.train(rank, world, [GrpoOptions(**wanted | sizes | changes)]) == [jobs.ENDED]
 
 
 def _trainer(rank: int, world: int, folder: Path, resume: bool) -> list[float]:
@@ -67,11 +87,13 @@ def _trainer(rank: int, world: int, folder: Path, resume: bool) -> list[float]:
 def save(archive: Path) -> None:
     """Writes a run of each kind: what it had saved after `STOP` steps, and the losses of all."""
     with tempfile.TemporaryDirectory() as scratch, tarfile.open(archive, "w:xz") as packed:
-        for name, changes in RUNS.items():
-            folder = write_case(Path(scratch, name), config=TINY, records=16, characters=60)
-            ranks.run(_sft, 2, folder, changes | {"checkpoint_every": STOP})
-            shutil.rmtree(folder / "out" / "checkpoints" / f"step-{STEPS:08d}")
-            for path in (folder / "out").iterdir():
+        for name in RUNS:
+            write_case(Path(scratch, name), config=TINY, records=16, characters=60)
+        ranks.run(_sft, 2, Path(scratch), {name: run | {"checkpoint_every": STOP} for name, run in RUNS.items()})
+        ranks.run(_grpo, 2, write_prompts(Path(scratch, "grpo"), prompts=8, config=TINY), {"checkpoint_every": STOP})
+        for out in Path(scratch).glob("*/out"):
+            shutil.rmtree(out / "checkpoints" / f"step-{STEPS:08d}")
+            for path in out.iterdir():
                 if path.name not in ("run.json", "metrics.jsonl", "data", "checkpoints"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         folder = write_case(Path(scratch, "trainer"), config=TINY)
@@ -89,16 +111,34 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder  # other times and another place than where it was saved: only contents count
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_train_sft_goes_on(saved: Path, name: str) -> None:
-    metrics = saved / name / "out" / "metrics.jsonl"
-    want = read_metrics(metrics)
-    ranks.run(_sft, 2, saved / name, RUNS[name] | {"resume": "auto"})
+def steps_since(saved: Sequence[Metrics], now: Sequence[Metrics]) -> list[int]:
+    """Those that were taken again."""
+    assert len(saved) == len(now) == STEPS
+    return [one["step"] for one, other in zip(saved, now, strict=True) if one["seconds"] != other["seconds"]]
+
+
+@pytest.mark.parametrize("some", [OF_ALL, slow(("muon", "split", "prefixes", "queue"))])
+def test_runs_of_train_sft_go_on(some: tuple[str, ...], saved: Path) -> None:
+    names = [name for name in some if name in OF_ALL or (saved / name).is_dir()]
+    want = {name: read_metrics(saved / name / "out" / "metrics.jsonl") for name in names}
+    ranks.run(_sft, 2, saved, {name: RUNS[name] | {"resume": "auto"} for name in names})
+    for name in names:
+        got = read_metrics(saved / name / "out" / "metrics.jsonl")
+        for number in ("loss", "eval_loss"):
+            found, known = ([line[number] for line in lines if number in line] for lines in (got, want[name]))
+            torch.testing.assert_close(found, known, rtol=TOLERANCE, atol=0, msg=lambda said, of=name: f"{of}: {said}")
+        assert steps_since(want[name], got) == [3, 4]
+
+
+def test_a_run_of_train_grpo_goes_on(saved: Path) -> None:
+    """Its prompts are those that were due; completions may be drawn otherwise."""
+    if not (saved / "grpo").is_dir():
+        pytest.skip("that version saved none")
+    want = read_metrics(metrics := saved / "grpo" / "out" / "metrics.jsonl")
+    ranks.run(_grpo, 2, saved / "grpo", {"resume": "auto"})
     got = read_metrics(metrics)
-    assert len(got) == len(want) == STEPS
-    torch.testing.assert_close([x["loss"] for x in got], [x["loss"] for x in want], rtol=TOLERANCE, atol=0)
-    # The steps after the checkpoint were taken now.
-    assert [x["seconds"] == y["seconds"] for x, y in zip(got, want, strict=True)] == [True, True, False, False]
+    assert steps_since(want, got) == [3, 4]
+    assert [line["kl"] > 0 for line in got] == [line["kl"] > 0 for line in want]
 
 
 def test_a_checkpoint_of_odc_trainer_goes_on(saved: Path) -> None:
