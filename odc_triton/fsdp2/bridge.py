@@ -327,8 +327,11 @@ class FsdpModules(Participant):
                 self._engine.streams.first.compute(partial(torch._foreach_add_, *both))  # pyright: ignore[reportPrivateImportUsage]
 
     def reduced(self) -> None:
-        for each in self._engine.shards:
-            each.run_hooks()
+        if self._automatic is not None:
+            self._automatic.add_kept()
+        for unit in reversed(self._bridged):
+            for each in unit.parameters:
+                each.run_hooks()
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""

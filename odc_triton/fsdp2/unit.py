@@ -195,6 +195,11 @@ class BridgedParameter(Shard):
             return
         self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
 
+    def zero_gradient(self) -> DTensor:
+        """What `p.grad` would be if a rank had contributed zeros. The program may write into it."""
+        self.dirty = True
+        return self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
+
     def run_hooks(self) -> None:
         """Runs the user's hooks on the reduced gradient."""
         if self._has_gradient and self.tied_to is None:

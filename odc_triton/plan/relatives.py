@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from .cost import CostModel
 from .entries import Entry
 from .fields import IGNORED, IMAGE_FIELDS, TOKEN_TYPES
 from .line import Strip, cut_line
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsLenAndGetItem
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
 _MEET = 4  # samples with a common prefix in an average minibatch: so many need not be kept together
@@ -156,9 +153,7 @@ def first_own(alike: int) -> int:
     return alike - 1 if alike >= LEAST_SHARED else 0  # each computes the last one
 
 
-def find_relatives(
-    samples: SupportsLenAndGetItem[Mapping[str, Any]], progress: Callable[[int], None] | None = None
-) -> Relatives:
+def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:
     """Compares the samples' tokens, to compute once what they share.
 
     Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only if

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import os
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -89,7 +89,7 @@ class DataSummary:
         )
 
 
-class PreparedSamples(ABC):
+class PreparedSamples(Sequence[dict[str, np.ndarray]]):
     """Samples in a fixed order, for a sampler and a collate function."""
 
     lengths: np.ndarray  # [samples] int64: tokens of each sample, prompt included
@@ -110,9 +110,6 @@ class PreparedSamples(ABC):
 
     @abstractmethod
     def _of_images(self, name: str) -> list | None: ...
-
-    @abstractmethod
-    def __len__(self) -> int: ...
 
     @abstractmethod
     def _sample(self, index: int) -> dict[str, np.ndarray]: ...
