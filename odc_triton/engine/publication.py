@@ -101,6 +101,11 @@ class Publication(Participant):
             engine.drain("publishing the parameters")
         self.complete()
 
+    def doubt(self) -> None:
+        """What is written into a state dict moves no version counter of the parameters: their values are compared."""
+        for shard in self._engine.shards:
+            shard.versions = None
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Parameters are written inside of it, and published at its end; after an error they are readable as they are.

@@ -75,7 +75,6 @@ class FusedProjections(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if position_embeddings is None or not self._is_fused(hidden_states):
@@ -83,14 +82,15 @@ class FusedProjections(nn.Module):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
+        cache = kwargs.pop("past_key_values", None)
+        cache = kwargs.pop("cache", cache)  # its name from transformers 5.24 on
         norm = head_norm(self) if self._odc_family.norm else None
         heads = project(self, hidden_states, *position_embeddings, norm=norm, choice=self._odc_choice)
         query, key, value = (each.transpose(1, 2) for each in heads)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         home = sys.modules[self._odc_family.module]
         attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, home.eager_attention_forward

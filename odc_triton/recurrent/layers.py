@@ -200,7 +200,9 @@ def _of_pack(
     rows, length = hidden_states.shape[:2]
     bounds = [0, rows * length] if ends is None else bounds_on_host(ends, rows * length)
     # Nothing goes on from a pack's documents later.
-    given = given | {name: None for name in ("cache_params", "past_key_values", "attention_mask") if name in given}
+    given = given | {
+        name: None for name in ("cache_params", "past_key_values", "cache", "attention_mask") if name in given
+    }
     forward, row = _within_documents(_code(type(module))), hidden_states.reshape(1, rows * length, -1)
     return forward(module, row, **given, odc_pack=_RecurrentPack.of(module, bounds, segments)).reshape(rows, length, -1)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -268,6 +269,31 @@ def _the_optimizer_is_in_the_backward(loop: Loop, step: int, mine: Mine) -> None
         return
     for loss in mine():
         loss.backward()
+
+
+@program(deals=EVEN)
+def _hooks_scale_what_has_accumulated(loop: Loop, step: int, mine: Mine) -> None:
+    if not hasattr(loop, "hooks"):
+
+        def halve(parameter: Any) -> None:
+            parameter.grad.mul_(0.5)
+
+        loop.hooks = [each.register_post_accumulate_grad_hook(halve) for each in loop.model.parameters()]  # pyright: ignore
+    losses: Iterable[Any] = mine()
+    if loop.is_plain:  # the first two are of rank 0
+        first, second, *others = losses
+        losses = [one + other for one, other in zip((first, second), others, strict=True)]
+    _step(loop, losses, clips=True)
+
+
+@program(deals=EVEN, name="branches", momentum=0.9, weight_decay=0.1)
+def _one_rank_reads_before_all_clip(loop: Loop, step: int, mine: Mine) -> None:
+    """No microbatch uses some parameters: each rank clips as many gradients, and no step decays the weights."""
+    for loss in mine():
+        loss.backward()
+    if not loop.is_plain and dist.get_rank() == step % 2:
+        assert any(each.grad.to_local().norm() > 0 for each in loop.model.parameters() if each.grad is not None)
+    _step(loop, (), clips=True)
 
 
 @program(deals=EVEN)
