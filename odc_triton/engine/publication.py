@@ -102,9 +102,9 @@ class Publication(Participant):
         self.complete()
 
     def doubt(self) -> None:
-        """What is written into a state dict moves no version counter of the parameters: their values are compared."""
+        """A state dict was made. What is written into it moves no version counter of the parameters."""
         for shard in self._engine.shards:
-            shard.versions = None
+            shard.doubt()
 
     @contextmanager
     def writing(self) -> Iterator[None]:

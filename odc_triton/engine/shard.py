@@ -158,6 +158,16 @@ class Shard(ABC):
         self.versions = now
         return False
 
+    @property
+    def is_comparable(self) -> bool:
+        """True if this rank can see by its own memory what readers see."""
+        return True
+
+    def doubt(self) -> None:
+        """It may be written where no version counter shows it: the next check compares values, if it can."""
+        if self.is_comparable:
+            self.versions = None
+
     def is_as_published(self) -> bool:
         """True if readers see what this rank's master has: values are compared."""
         pairs = [(compute, master.to(compute.dtype)) for compute, master in self.to_publish()]
@@ -341,8 +351,12 @@ class HeapShard(Shard):
         self._check_memory()
         return self._copied
 
+    @property
+    def is_comparable(self) -> bool:
+        return bool(self._copied) or self._grid.replicas == 1
+
     def is_as_published(self) -> bool:
-        return super().is_as_published() and (bool(self._copied) or self._grid.replicas == 1)
+        return self.is_comparable and super().is_as_published()
 
     def compute_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.compute_shards[self._rank])

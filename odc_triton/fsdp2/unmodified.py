@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..base.deadlines import Timeout
 from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer, in_a_line
 from .automatic import Automatic, Counts, how_of
 from .bridge import convert
@@ -62,11 +64,12 @@ class Unmodified:
             main()
 
     A rank that runs no forward in its first step joins the others at `zero_grad()` of the optimizer or model. `eager`:
-    as in `use_odc(automatic="eager")`. `strict`: what can't be trained so raises, instead of staying on plain FSDP2. On
-    all ranks or on none. Raises RuntimeError inside of another.
+    as in `use_odc(automatic="eager")`. `timeout`: as there. `strict`: what can't be trained so raises, instead of
+    staying on plain FSDP2. On all ranks or on none. Raises RuntimeError inside of another.
     """
 
-    def __init__(self, *, eager: bool = False, strict: bool = False) -> None:
+    def __init__(self, *, eager: bool = False, strict: bool = False, timeout: Timeout = timedelta(minutes=30)) -> None:
+        self._timeout = timeout
         self._automatic, self._strict = "eager" if eager else True, strict
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is in them
         self._trained: weakref.WeakSet[Automatic] = weakref.WeakSet()
@@ -154,7 +157,7 @@ class Unmodified:
             if obstacle is not None:
                 raise ValueError(obstacle)
             told = {"optimizer steps before the first forward, without zero_grad()": sum(steps)}
-            convert(root, automatic=how_of(self._automatic), told=told)
+            convert(root, automatic=how_of(self._automatic), timeout=self._timeout, told=told)
         except Exception as error:
             self.report.refused.append((name, why := in_a_line(error)))
             is_plain = all(mine is before for mine, before in zip(comms_of(root), comms, strict=True))

@@ -148,7 +148,10 @@ class _Contents:
         try:
             transformers_part(self._model)
         except TypeError:  # no transformers model: its parameters' names
-            units, kind, config = [{each.name: Origin(each.sharded) for each in self._engine.parameters}], None, None
+            others = self._model.state_dict(keep_vars=True).items()
+            units = [{each.name: Origin(each.sharded) for each in self._engine.parameters}]
+            units[0] |= {name: Origin(value) for name, value in others if id(value) not in self._parameters}
+            kind, config = None, None
         else:
             weights = PretrainedTensors(self._model)
             units, kind, config = weights.units, type(weights.empty).__name__, weights.empty.config.to_dict()

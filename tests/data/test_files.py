@@ -220,7 +220,11 @@ def test_folder(tmp_path, monkeypatch, files, splits):
     [
         (("a.jsonl", "b.parquet", "c.jsonl"), "", r"mixes JSON \(a\.jsonl\) and Parquet \(b\.parquet\); keep files of"),
         ((), "", r"holds no data; give a folder with files of \.jsonl, "),
-        (("train.csv",), ":test", "has no split 'test'; give one of .*:train"),
+        (
+            ("train.csv",),
+            ":test",
+            "has no split 'test', as names of files say; .* give one of .*:train \\(train.csv\\)",
+        ),
     ],
 )
 def test_folder_that_is_refused(tmp_path, files, split, message):

@@ -37,6 +37,8 @@ class _Plain(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(3, 5) for _ in range(2))
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("computed", torch.ones(3), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum(layer(x).sum() for layer in self.layers) * self.scale
@@ -74,14 +76,15 @@ def _reads(rank: int, world: int, kind: str, backend: str) -> None:
                 ids = torch.randint(3, 60, (1, 7))
                 model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-        wanted = dict(full_parameters(model) if kind == "plain" else PretrainedTensors(model))
+        buffers = {"steps": torch.tensor(7)} if kind == "plain" else {}
+        wanted = dict(full_parameters(model)) | buffers if kind == "plain" else dict(PretrainedTensors(model))
         found = dict(reader)
         assert list(found) == list(wanted)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         assert reader.version == model._odc_engine.publication.number
         _reads_adapter(reader, model, kind)
         model._odc_engine.exchange("read", {})
-    assert reader.dtypes == {"bfloat16" if kind == "bfloat16" else "float32"}
+    assert reader.dtypes == {"bfloat16" if kind == "bfloat16" else "float32"} | ({"int64"} if buffers else set())
     assert (reader.config or {}).get("vocab_size") == (None if kind == "plain" else model.config.vocab_size)
     model._odc_engine.exchange("read all", {})
 
@@ -132,10 +135,10 @@ def _reads_before_its_step(rank: int, world: int) -> None:
             dict(patient)
         thread = threading.Timer(0.1, optimizer.step)
         thread.start()  # some train in a thread, and read in the first
-        assert [*dict(reader)] == [*dict(full_parameters(model))]
+        assert [*dict(reader)] == [*dict(full_parameters(model)), "steps"]
         thread.join()
     engine.exchange("both have", {})
-    torch.testing.assert_close(dict(reader), dict(full_parameters(model)), rtol=0, atol=0)
+    torch.testing.assert_close(dict(reader), dict(full_parameters(model)) | {"steps": torch.tensor(7)}, rtol=0, atol=0)
     engine.exchange("read", {})
 
 

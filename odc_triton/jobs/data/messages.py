@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any
 
 from .parts import read_parts
@@ -103,13 +104,16 @@ def _message(here: str, message: Any) -> Message:
             message = message | {"content": read_parts(here, message[name])}
         else:
             string(here, message, name)
+    role = message["role"]
+    if role not in _ROLES and (meant := get_close_matches(role.strip().lower(), _ROLES, n=1, cutoff=0.8)):
+        raise DataError(f"{here} has the role {role!r}: write {meant[0]!r}, if it is that")
     # The template may use other fields: reasoning, tool calls, a name.
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
     if others:
         _check_json(f"{here} has another field than 'role' and 'content' that", others)
     checked = dict(message)
-    if message["role"] in ("human", "gpt"):  # which no template knows
-        checked["role"] = _ROLES[message["role"]]
+    if role in ("human", "gpt"):  # which no template knows
+        checked["role"] = _ROLES[role]
     if calls:
         checked["tool_calls"] = _with_objects(calls)
     return checked

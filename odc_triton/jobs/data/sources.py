@@ -211,8 +211,12 @@ def _from_saved(folder: str, split: str | None) -> RecordSource:
 def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
     wanted = split or "train"
     if wanted not in splits:
-        choices = ", ".join(f"{Path(folder)}:{split}" for split in splits)
-        raise DataError(f"{folder} has no split {wanted!r}; give one of {choices}")
+        files = {
+            name: f" ({', '.join(map(os.path.basename, each))})" for name, each in splits.items() if type(each) is list
+        }
+        choices = ", ".join(f"{Path(folder)}:{name}{files.get(name, '')}" for name in splits)
+        only = ", as names of files say; files without such a name are left out" if files else ""
+        raise DataError(f"{folder} has no split {wanted!r}{only}; give one of {choices}")
     return splits[wanted]
 
 

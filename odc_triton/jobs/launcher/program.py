@@ -6,6 +6,7 @@ import argparse
 import os
 import runpy
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from .launch import die_with_parent
@@ -18,15 +19,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `python -m odc_triton.run` and `odc-triton run`."""
     parser.add_argument("--strict", action="store_true", help=_STRICT)
     parser.add_argument("--eager", action="store_true", help=_EAGER)
+    text = "most minutes to wait for a rank that is alive (default: 30)"
+    parser.add_argument("--timeout-minutes", type=_minutes, default=30.0, metavar="MINUTES", help=text)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
 
 
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 60 * 24 * 365:
+        raise argparse.ArgumentTypeError(f"it is {text}; give more than 0 and at most a year")
+    return value
+
+
 def words_of(options: argparse.Namespace) -> list[str]:
     """The command line of these options."""
-    flags = {"--strict": options.strict, "--eager": options.eager, "-m": options.module}
-    return [*(flag for flag, on in flags.items() if on), options.script, *options.arguments]
+    flags = {"--strict": options.strict, "--eager": options.eager}
+    given = [*(flag for flag, on in flags.items() if on), f"--timeout-minutes={options.timeout_minutes:g}"]
+    return [*given, *(["-m"] if options.module else []), options.script, *options.arguments]
 
 
 def run_program(options: argparse.Namespace) -> None:
@@ -37,7 +48,8 @@ def run_program(options: argparse.Namespace) -> None:
 
     sys.argv = [options.script, *options.arguments]
     ended: SystemExit | None = None
-    with Unmodified(eager=options.eager, strict=options.strict) as report:
+    how = {"eager": options.eager, "strict": options.strict, "timeout": timedelta(minutes=options.timeout_minutes)}
+    with Unmodified(**how) as report:
         try:
             if options.module:
                 runpy.run_module(options.script, run_name="__main__", alter_sys=True)

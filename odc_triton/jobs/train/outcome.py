@@ -60,17 +60,17 @@ def save_model(run: Run, tokenizer: Any) -> Path:
 def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summary: str) -> list[str]:
     """Writes report.html and trace.json; returns their names. Only rank 0 calls it.
 
-    If a finished run was started again and took no step, an existing report stays; a new one has no timeline.
+    That of a run which had only to be ended, and took no step, has no timeline.
     """
     out = Path(run.options.out)
-    if not run.recent and (out / "report.html").exists():
-        return []
     written = ["report.html"]
     numbers = {event.minibatch for event in events}
     tracks = excerpt({"the last steps": events}, minibatches=numbers) if numbers else {}
     if tracks:
         save_trace(tracks, out / "trace.json")
         written.append("trace.json")
+    else:  # it would be of other steps
+        (out / "trace.json").unlink(missing_ok=True)
     draws = can_draw()
     if not draws:
         why = 'has no images, as matplotlib is not installed; run: pip install "odc-triton[plot]"'
