@@ -22,6 +22,7 @@ from odc_triton.fsdp2.unmodified import Unmodified
 from odc_triton.tools.cli import main
 from tests.support import ranks
 from tests.support.bridged import Branches, batches_of, count_of, loss_of, made, sharded
+from tests.support.deadlines import LONG_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 NAME = "both branches"
@@ -41,7 +42,7 @@ def _train(model: nn.Module, microbatches: list[int], total: int = 1, steps: int
 def _trains(rank: int, world: int) -> tuple[str, dict[str, torch.Tensor]]:
     """The first model is FSDP2's, whose rank 1 has no microbatch in any step; others can't be, or are already."""
     before = vars(Optimizer)["zero_grad"]
-    with Unmodified() as report:
+    with Unmodified(timeout=LONG_S) as report:
         model = sharded()
         frozen = sharded().requires_grad_(False)
         _train(model, [[0, 1], []][rank])
@@ -51,6 +52,7 @@ def _trains(rank: int, world: int) -> tuple[str, dict[str, torch.Tensor]]:
         own = use_odc(sharded())
         with minibatch(own, tokens=1) as mb:
             (own(torch.ones(3, 6)).sum() / mb.tokens).backward()
+    assert model._odc_engine.barrier.timeout_s == LONG_S
     assert vars(Optimizer)["zero_grad"] is before
     assert "__call__" not in vars(FSDPModule)
     plain = sharded()
@@ -175,6 +177,9 @@ def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "there is no file no_such_program.py" in capsys.readouterr().err
     assert main(["run", "--ranks", "0", str(EXAMPLE)]) == 1
     assert "--ranks is 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["run", "--timeout-minutes", "0", str(EXAMPLE)])
+    assert "--timeout-minutes: it is 0; give more than 0 and at most a year" in capsys.readouterr().err
 
 
 @pytest.mark.slow
