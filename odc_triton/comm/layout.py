@@ -129,10 +129,24 @@ class MemoryLayout:
 def first_difference(mine: list[str], theirs: list[str]) -> str:
     """Describes the first line in which two fingerprints differ."""
     for a, b in zip(mine, theirs, strict=False):
-        if a != b:
+        if a != b and not a.startswith("{"):
             return f"{a}  against  {b}"
+        if a != b:
+            return _between(json.loads(a), json.loads(b))
     longer, whose = (mine, "only here") if len(mine) > len(theirs) else (theirs, "only there")
-    return f"{longer[min(len(mine), len(theirs))]} is {whose}"
+    line = longer[min(len(mine), len(theirs))]
+    return f"{', '.join(json.loads(line)['names']) if line.startswith('{') else line} is {whose}"
+
+
+def _between(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """What two parameters at one place differ in."""
+    name, changed = " and ".join(one["names"]), [key for key in one if one[key] != other[key]]
+    if "names" in changed:
+        return f"{name} {one['shape']}  against  {' and '.join(other['names'])} {other['shape']}"
+    dtypes = one["reduce_dtype"], other["reduce_dtype"]
+    if changed == ["reduce_dtype"] and None in dtypes:
+        return f"{name} is frozen on the {'second' if dtypes[0] else 'first'} only"
+    return f"{name} has " + ", ".join(f"{key} {one[key]}  against  {other[key]}" for key in changed)
 
 
 def aligned(offset_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:

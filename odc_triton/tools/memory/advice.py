@@ -29,7 +29,8 @@ def advising(options: Any, ranks: int) -> Iterator[None]:
         said, advice = in_a_line(error), ""
         text, mark, trace = said.partition(TRACEBACK)
         text = text.removesuffix(".")
-        if _SIGNS.search(said) and isinstance(options, RunOptions):
+        # A reward's process has memory of its own.
+        if _SIGNS.search(said) and " in reward " not in said and isinstance(options, RunOptions):
             # At once: to plan a hybrid takes many seconds.
             print(f"odc-triton: {text}. Looking for what needs less memory", file=sys.stderr, flush=True)
             with suppress(Exception), warnings.catch_warnings():  # the first error counts, whatever comes of this
