@@ -279,7 +279,8 @@ def grouped_linear(
     is the expert to process first.
 
     x: [S, K], sorted by expert; S may be 0.
-    offsets: int32 [E + 1] on the same device, ascending: expert e has the rows from offsets[e] to offsets[e + 1].
+    offsets: int32 [E + 1] on the same device, ascending in [0, S]: expert e has rows offsets[e] to offsets[e + 1].
+        These values are not checked: wrong ones access memory outside of the tensors.
     weight: [E, N, K], or if `transposed` [E, K, N].
     bias: [E, N]. All tensors but offsets are of one dtype.
     tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes.
