@@ -39,7 +39,7 @@ from tests.balance.test_decoder import config_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
-from tests.support.versions import RECURRENT
+from tests.support.versions import since
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
 PLAIN, FUSED, DIRECT = "eager/gathered/whole", "eager/gathered/fused", "triton/direct/fused"
@@ -198,7 +198,7 @@ def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT
 
 
-@RECURRENT
+@since("5.23", "rules take as many key heads as value heads")
 @pytest.mark.parametrize("name", ["Qwen3_5Text", slow("KimiLinear"), slow("Bamba")])
 def test_the_time_of_a_recurrent_layers_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which its FLOPs take 3 times as long as those of linear layers; of the real module's function."""

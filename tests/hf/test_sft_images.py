@@ -13,7 +13,7 @@ from torch import nn
 
 from odc_triton import fully_shard
 from odc_triton.balance import MinibatchSampler
-from odc_triton.hf import ODCSFTTrainer, ODCTrainer, enable_packing
+from odc_triton.hf import ODCTrainer, enable_packing
 from odc_triton.jobs.trainers.image_records import ImageRecords
 from tests.support import ranks
 from tests.support.processors import image, make_processor
@@ -47,6 +47,8 @@ def model_for(family: str, processor: Any) -> nn.Module:
 def _train(rank: int, world: int, folder: str, family: str, kind: str, plain: bool) -> dict[str, Any]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
+
+    from odc_triton.hf import ODCSFTTrainer
 
     environment()
     data, processor = records(kind), make_processor(family)
