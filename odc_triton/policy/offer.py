@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.adapter import Origin, lora_factors, peft_layers
+from ..checkpoint.adapter import Origin, lora_factors, origins_of, peft_layers
 from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
@@ -148,9 +148,8 @@ class _Contents:
         try:
             transformers_part(self._model)
         except TypeError:  # no transformers model: its parameters' names
-            others = self._model.state_dict(keep_vars=True).items()
             units = [{each.name: Origin(each.sharded) for each in self._engine.parameters}]
-            units[0] |= {name: Origin(value) for name, value in others if id(value) not in self._parameters}
+            units[0] |= {name: each for name, each in origins_of(self._model) if id(each.value) not in self._parameters}
             kind, config = None, None
         else:
             weights = PretrainedTensors(self._model)

@@ -212,7 +212,9 @@ def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
     wanted = split or "train"
     if wanted not in splits:
         files = {
-            name: f" ({', '.join(map(os.path.basename, each))})" for name, each in splits.items() if type(each) is list
+            name: f" ({os.path.basename(each[0])}{' and others' * (len(each) > 1)})"
+            for name, each in splits.items()
+            if type(each) is list
         }
         choices = ", ".join(f"{Path(folder)}:{name}{files.get(name, '')}" for name in splits)
         only = ", as names of files say; files without such a name are left out" if files else ""
