@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from odc_triton.hf import enable_packing
 from tests.support.hybrids import hybrid, tokens
+from tests.support.versions import is_older
 
 LENGTHS = [5, 9, 3]
+CACHE = "past_key_values" if is_older("5.24") else "cache"
 FP32 = torch.float32
 
 
@@ -85,7 +87,7 @@ def test_a_cache_has_the_states_of_a_document(models: tuple[nn.Module, nn.Module
     ids = documents()[1]
     want = plain(ids).logits[:, -1]
     cache = packed(ids[:, :-1], position_ids=torch.arange(8)[None], use_cache=True, **given).past_key_values
-    found = packed(ids[:, -1:], past_key_values=cache, position_ids=torch.tensor([[8]])).logits[:, -1]
+    found = packed(ids[:, -1:], **{CACHE: cache}, position_ids=torch.tensor([[8]])).logits[:, -1]
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
 
 
