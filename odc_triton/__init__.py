@@ -6,4 +6,4 @@ Names are resolved on first use, so that `import odc_triton` costs next to nothi
 from .base.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
-__version__ = "0.3.0"
+__version__ = "0.4.0"
