@@ -296,6 +296,14 @@ def _one_rank_reads_before_all_clip(loop: Loop, step: int, mine: Mine) -> None:
     _step(loop, (), clips=True)
 
 
+@program()
+def _one_rank_makes_a_state_dict(loop: Loop, step: int, mine: Mine) -> None:
+    """Nothing is written, so ranks wait for each other no more than without it."""
+    if loop.is_plain or dist.get_rank() == step % 2:
+        loop.model.state_dict()
+    _clipped(loop, step, mine)
+
+
 @program(deals=EVEN)
 def _state_dicts_inside(loop: Loop, step: int, mine: Mine) -> None:
     losses = list(mine())
