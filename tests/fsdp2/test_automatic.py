@@ -286,13 +286,16 @@ def _hooks_scale_what_has_accumulated(loop: Loop, step: int, mine: Mine) -> None
     _step(loop, losses, clips=True)
 
 
-@program(deals=EVEN, name="branches", momentum=0.9, weight_decay=0.1)
+@program(deals=([[0], [1]], [[1, 3], [0]], [[3], [0]]), name="branches", momentum=0.9, weight_decay=0.1)
 def _one_rank_reads_before_all_clip(loop: Loop, step: int, mine: Mine) -> None:
-    """No microbatch uses some parameters: each rank clips as many gradients, and no step decays the weights."""
+    """No microbatch uses the even branches: each rank has as many gradients, and no step decays the weights."""
     for loss in mine():
         loss.backward()
     if not loop.is_plain and dist.get_rank() == step % 2:
         assert any(each.grad.to_local().norm() > 0 for each in loop.model.parameters() if each.grad is not None)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).zero_grad()  # of another model
+    for each in () if loop.is_plain else loop.model.parameters():
+        assert each.grad is None or each.grad.full_tensor().isfinite().all()  # a collective
     _step(loop, (), clips=True)
 
 
