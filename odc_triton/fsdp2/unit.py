@@ -203,10 +203,12 @@ class BridgedParameter(Shard):
             self._zeros = self.sharded.grad = self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
 
     def drop_zeros(self) -> None:
-        """They become None, as FSDP2 has it, before anything but the program sees them."""
-        if self.sharded.grad is self._zeros:
+        """They become None, as FSDP2 has it, before anything but the program sees them; also zeros in their place, as
+        after `p.grad = p.grad / 2`.
+        """
+        zeros, gradient, self._zeros = self._zeros, self.sharded.grad, None
+        if zeros is not None and isinstance(gradient, DTensor) and (gradient is zeros or not gradient.to_local().any()):
             self.sharded.grad = None
-        self._zeros = None
 
     def run_hooks(self) -> None:
         """Runs the user's hooks on the reduced gradient."""
