@@ -91,7 +91,7 @@ class Automatic(Participant):
         self._passed_before = engine.barrier.passed
         self._syncs = True  # set_requires_gradient_sync and set_is_last_backward
         self._is_last = True
-        self._kept: dict[BridgedParameter, torch.Tensor] = {}  # what p.grad had before this minibatch
+        self._kept: dict[BridgedParameter, tuple[torch.Tensor, torch.Tensor]] = {}  # p.grad before, and its values
         self._ends_at: tuple[Kind, str] | None = None  # while it ends
         self._is_eager = False  # the open minibatch is
         self._makes_states = False  # DCP does, of an optimizer that has not stepped
@@ -252,7 +252,7 @@ class Automatic(Participant):
             if isinstance(gradient, PendingGradient):
                 zeroed |= {each} if gradient.zeroed else set()
             elif gradient is not None and each.tied_to is None:
-                self._kept[each] = gradient.detach().clone()
+                self._kept[each] = gradient, gradient.detach().clone()
         for each in self._shards:
             each.sharded.grad = None
         self._is_eager = self._how == "eager" or any(each.has_hooks for each in self._shards)
@@ -293,10 +293,14 @@ class Automatic(Participant):
             each.show_zeros()
 
     def add_kept(self) -> None:
-        """What `p.grad` had before the minibatch, once it has the ranks' sum and before the user's hooks see it."""
-        for each, before in self._kept.items():
-            gradient = each.sharded.grad
-            each.sharded.grad = before if gradient is None else gradient.add_(before)
+        """What `p.grad` had before the minibatch, once it has the ranks' sum and before the user's hooks see it. It is
+        the tensor that it was: clipping may have collected it before the gradient that makes this rank join.
+        """
+        for each, (gradient, before) in self._kept.items():
+            if each.sharded.grad is not None:
+                before.add_(each.sharded.grad)
+            each.sharded.grad, each.dirty = gradient, True
+            gradient.detach().copy_(before)
 
     def _join(self, kind: Kind) -> None:
         """A minibatch without a microbatch of this rank."""
