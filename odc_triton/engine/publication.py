@@ -102,9 +102,11 @@ class Publication(Participant):
         self.complete()
 
     def doubt(self) -> None:
-        """A state dict was made. What is written into it moves no version counter of the parameters."""
+        """A state dict was made, maybe on this rank alone. What is written into its local tensors, as by `dcp.load`,
+        moves no version counter of the parameters.
+        """
         for shard in self._engine.shards:
-            shard.doubt()
+            shard.doubted = True
 
     @contextmanager
     def writing(self) -> Iterator[None]:

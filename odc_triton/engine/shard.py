@@ -112,6 +112,7 @@ class Shard(ABC):
     touched = dirty = stepped = lost = False
     zero_instead = "Call zero_grad() before the `with minibatch(...)` block, or after it"
     versions: tuple[int, int] | None = None  # as of the last weight update
+    doubted = False  # it may have been written where no version counter shows it
 
     @property
     @abstractmethod
@@ -149,24 +150,20 @@ class Shard(ABC):
 
     def is_edited(self) -> bool:
         """True if readers don't see what was written since it was published: values are compared on this rank, and only
-        if version counters show a write. Raises as `to_publish`.
+        if version counters show a write, or it is `doubted`. Raises as `to_publish`.
         """
-        if (now := versions_of(self.sharded)) == self.versions:
+        now = versions_of(self.sharded)
+        if now == self.versions and not (self.doubted and self.is_comparable):
             return False
         if not self.is_as_published():
             return True
-        self.versions = now
+        self.versions, self.doubted = now, False
         return False
 
     @property
     def is_comparable(self) -> bool:
         """True if this rank can see by its own memory what readers see."""
         return True
-
-    def doubt(self) -> None:
-        """It may be written where no version counter shows it: the next check compares values, if it can."""
-        if self.is_comparable:
-            self.versions = None
 
     def is_as_published(self) -> bool:
         """True if readers see what this rank's master has: values are compared."""
@@ -422,7 +419,7 @@ def copy_masters(shards: Sequence[Shard], streams: Streams) -> None:
     for compute, masters in _by_kind(chain.from_iterable(shard.to_publish() for shard in shards)):
         streams.compute(partial(_foreach_copy_, compute, masters))
     for shard in shards:
-        shard.versions = versions_of(shard.sharded)
+        shard.versions, shard.doubted = versions_of(shard.sharded), False
 
 
 @torch.no_grad()

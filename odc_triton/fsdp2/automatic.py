@@ -91,10 +91,7 @@ class Automatic(Participant):
         self._passed_before = engine.barrier.passed
         self._syncs = True  # set_requires_gradient_sync and set_is_last_backward
         self._is_last = True
-        self._kept: dict[BridgedParameter, torch.Tensor] = {}  # what p.grad had before this minibatch
-        # Gradients that no rank has, as zeros until the step: where one rank reads a gradient and then all clip, the
-        # others have collected what was not None before they get here.
-        self._unused: dict[BridgedParameter, torch.Tensor] = {}
+        self._kept: dict[BridgedParameter, tuple[torch.Tensor, torch.Tensor]] = {}  # p.grad before, and its values
         self._ends_at: tuple[Kind, str] | None = None  # while it ends
         self._is_eager = False  # the open minibatch is
         self._makes_states = False  # DCP does, of an optimizer that has not stepped
@@ -227,7 +224,8 @@ class Automatic(Participant):
                 loss = closure()
             others = {name: value for name, value in kwargs.items() if name != "closure"}
             changed = (optimizer, _once(loss, type(optimizer).__name__), *args[2:]), others
-        self._drop_unused()
+        for each in self._shards:
+            each.drop_zeros()
         if self._engine.is_open:
             self._end("step")
         elif self._is_without(optimizer):
@@ -247,14 +245,14 @@ class Automatic(Participant):
 
     def _begin(self) -> None:
         self._publish_written()
-        self._drop_unused()
         self._kept, zeroed = {}, set()
         for each in self._shards:
+            each.drop_zeros()
             gradient = each.sharded.grad
             if isinstance(gradient, PendingGradient):
                 zeroed |= {each} if gradient.zeroed else set()
             elif gradient is not None and each.tied_to is None:
-                self._kept[each] = gradient.detach().clone()
+                self._kept[each] = gradient, gradient.detach().clone()
         for each in self._shards:
             each.sharded.grad = None
         self._is_eager = self._how == "eager" or any(each.has_hooks for each in self._shards)
@@ -289,22 +287,20 @@ class Automatic(Participant):
         for each in zeroed:
             if each.sharded.grad is None:
                 each.sharded.grad = torch.zeros_like(each.sharded.detach())
+        # Where one rank reads a gradient and then all clip, the others have collected what was not None before they get
+        # here.
         for each in self._shards if kind == "gradient" else ():
-            if each.sharded.grad is None:
-                self._unused[each] = each.sharded.grad = each.zero_gradient()
+            each.show_zeros()
 
     def add_kept(self) -> None:
-        """What `p.grad` had before the minibatch, once it has the ranks' sum and before the user's hooks see it."""
-        for each, before in self._kept.items():
-            gradient = each.sharded.grad
-            each.sharded.grad = before if gradient is None else gradient.add_(before)
-
-    def _drop_unused(self) -> None:
-        """Zeros become None, as FSDP2 has it, before anything but the program sees them."""
-        for each, zeros in self._unused.items():
-            if each.sharded.grad is zeros:
-                each.sharded.grad = None
-        self._unused = {}
+        """What `p.grad` had before the minibatch, once it has the ranks' sum and before the user's hooks see it. It is
+        the tensor that it was: clipping may have collected it before the gradient that makes this rank join.
+        """
+        for each, (gradient, before) in self._kept.items():
+            if each.sharded.grad is not None:
+                before.add_(each.sharded.grad)
+            each.sharded.grad, each.dirty = gradient, True
+            gradient.detach().copy_(before)
 
     def _join(self, kind: Kind) -> None:
         """A minibatch without a microbatch of this rank."""
@@ -323,7 +319,6 @@ class Automatic(Participant):
 
     def before_zero_grad(self, of: Optimizer | nn.Module) -> None:
         """Gradients of a backward are thrown away: on all ranks."""
-        self._drop_unused()
         engine = self._engine
         if engine.is_open and not in_backward_pass() and (engine.failure or self._passes.count) and self._held_by(of):
             self._end("zero_grad")
@@ -338,6 +333,7 @@ class Automatic(Participant):
                 each.show_pending()
             return
         for each in shards:
+            each.drop_zeros()
             if not isinstance(each.sharded.grad, PendingGradient | None):
                 self._wait_for(each, self._engine.number + 1, zeroed=True)
         self.rest(shards)
@@ -358,7 +354,6 @@ class Automatic(Participant):
     def before_init_optim_state(self, of: Optimizer) -> None:
         """DCP leaves an optimizer without states where it finds a gradient, and would then load none."""
         self._makes_states = True
-        self._drop_unused()
         self._drop_waiting(self._held_by(of))
 
     def after_init_optim_state(self, of: Optimizer) -> None:
@@ -370,7 +365,6 @@ class Automatic(Participant):
         """`model.to(…)` and its like convert gradients too, which those of the next minibatch are not yet."""
         if self._engine.is_open:
             self._end("gradient")
-        self._drop_unused()
         zeroed = [each for each in self._shards if getattr(each.sharded.grad, "zeroed", False)]
         self._drop_waiting(self._shards)
         try:
@@ -382,6 +376,7 @@ class Automatic(Participant):
 
     def _drop_waiting(self, shards: list[BridgedParameter]) -> None:
         for each in shards:
+            each.drop_zeros()
             if isinstance(each.sharded.grad, PendingGradient) and not self._engine.is_open:
                 each.sharded.grad = None
 

@@ -58,6 +58,7 @@ class BridgedParameter(Shard):
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
         self._has_gradient = self._has_way = False
+        self._zeros: DTensor | None = None
 
     @property
     def trains(self) -> bool:
@@ -195,10 +196,19 @@ class BridgedParameter(Shard):
             return
         self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
 
-    def zero_gradient(self) -> DTensor:
-        """What `p.grad` would be if a rank had contributed zeros. The program may write into it."""
-        self.dirty = True
-        return self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
+    def show_zeros(self) -> None:
+        """If no rank has a gradient, `p.grad` is zeros until `drop_zeros`. The program may write into them."""
+        if self.sharded.grad is None:
+            self.dirty = True
+            self._zeros = self.sharded.grad = self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
+
+    def drop_zeros(self) -> None:
+        """They become None, as FSDP2 has it, before anything but the program sees them; also zeros in their place, as
+        after `p.grad = p.grad / 2`.
+        """
+        zeros, gradient, self._zeros = self._zeros, self.sharded.grad, None
+        if zeros is not None and isinstance(gradient, DTensor) and (gradient is zeros or not gradient.to_local().any()):
+            self.sharded.grad = None
 
     def run_hooks(self) -> None:
         """Runs the user's hooks on the reduced gradient."""

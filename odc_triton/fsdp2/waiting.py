@@ -16,7 +16,7 @@ class GradientInWaiting(PendingGradient):
     """`p.grad` while the ranks' sum is not made. Whoever uses it makes it, with all ranks, and gets the sum.
 
     `number`: of the minibatch whose gradient it is. `adds`: to a gradient that was there; else zeroing it changes
-    nothing, as `p.grad` would be None. Where no rank has a gradient it acts as zeros, and `p.grad` is then None.
+    nothing, as `p.grad` would be None. Where no rank has a gradient it acts as zeros.
     """
 
     use: Use

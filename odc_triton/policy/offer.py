@@ -136,7 +136,8 @@ class _Contents:
         self._heaps = [self._engine.heap]
         self._apart: list[torch.Tensor] = []  # not in a heap: they are copied into a file of their own
         self._apart_bytes = 0
-        self._parameters = {id(each.sharded): each for each in self._engine.parameters}
+        # The model may be whole, by `unshard()`.
+        self._parameters = {id(p): each for each in self._engine.parameters for p in (each.sharded, each.leaf)}
 
     def files(self) -> list[int]:
         """What is where, as JSON; the tensors that are in no heap; the heaps."""

@@ -50,6 +50,7 @@ UNLEARNED = {**SAY, "weight": 0}
     [
         ({"messages": [ASK, SAY]}, [ASK, SAY]),
         ({"messages": [ASK, SAY], "prompt": "why"}, [ASK, SAY]),
+        ({"messages": [ASK, {**ASK, "role": "user2"}, SAY]}, [ASK, {**ASK, "role": "user2"}, SAY]),
         ({"messages": json.dumps([ASK, SAY])}, [ASK, SAY]),
         ({"messages": FROM}, [ASK, SAY]),
         ({"messages": [{"role": "human", "content": "why"}, {"role": "gpt", "content": "yes"}]}, [ASK, SAY]),

@@ -30,6 +30,7 @@ from tests.support.deadlines import LONG_S
 NAME = "both branches"
 UNEVEN = ([[], [0, 1]], [[0, 1, 2], [3]], [[0], []], [[1], [0, 2]])  # by step, each rank's microbatches
 EVEN = ([[0, 1], [2, 3]], [[3, 2], [1, 0]], [[0, 1], [2, 3]])
+ODD = ([[0], [1]], [[1, 3], [0]], [[3], [0]])  # of such sizes, for which half of `branches` is not used
 
 
 @dataclass
@@ -286,14 +287,27 @@ def _hooks_scale_what_has_accumulated(loop: Loop, step: int, mine: Mine) -> None
     _step(loop, losses, clips=True)
 
 
-@program(deals=EVEN, name="branches", momentum=0.9, weight_decay=0.1)
+@program(deals=ODD, name="branches", momentum=0.9, weight_decay=0.1)
 def _one_rank_reads_before_all_clip(loop: Loop, step: int, mine: Mine) -> None:
-    """No microbatch uses some parameters: each rank clips as many gradients, and no step decays the weights."""
+    """No microbatch uses the even branches: each rank has as many gradients, and no step decays the weights."""
     for loss in mine():
         loss.backward()
     if not loop.is_plain and dist.get_rank() == step % 2:
         assert any(each.grad.to_local().norm() > 0 for each in loop.model.parameters() if each.grad is not None)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).zero_grad()  # of another model
+    for each in loop.model.parameters():
+        if each.grad is not None:
+            each.grad = each.grad * 0.5
+            assert loop.is_plain or each.grad.full_tensor().isfinite().all()  # a collective
     _step(loop, (), clips=True)
+
+
+@program()
+def _one_rank_makes_a_state_dict(loop: Loop, step: int, mine: Mine) -> None:
+    """Nothing is written, so ranks wait for each other no more than without it."""
+    if loop.is_plain or dist.get_rank() == step % 2:
+        loop.model.state_dict()
+    _clipped(loop, step, mine)
 
 
 @program(deals=EVEN)
@@ -332,6 +346,14 @@ def _moved(loop: Loop, step: int, mine: Mine) -> None:
     if step == 3:  # every rank has a microbatch
         loop.model.to("cpu")
     _step(loop, (), clips=True, zeroes=False)
+
+
+@program(deals=ODD, name="branches")
+def _moved_before_clipping(loop: Loop, step: int, mine: Mine) -> None:
+    for loss in mine():
+        loss.backward()
+    loop.model.to("cpu")
+    _step(loop, (), clips=True)
 
 
 @program(deals=EVEN)

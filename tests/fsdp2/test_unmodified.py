@@ -177,9 +177,11 @@ def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "there is no file no_such_program.py" in capsys.readouterr().err
     assert main(["run", "--ranks", "0", str(EXAMPLE)]) == 1
     assert "--ranks is 0" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["run", "--timeout-minutes", "0", str(EXAMPLE)])
-    assert "--timeout-minutes: it is 0; give more than 0 and at most a year" in capsys.readouterr().err
+    said = {"0": "it is 0; give more than 0 and at most a year", "an hour": "invalid minutes value: 'an hour'"}
+    for minutes, words in said.items():
+        with pytest.raises(SystemExit):
+            main(["run", "--timeout-minutes", minutes, str(EXAMPLE)])
+        assert f"--timeout-minutes: {words}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

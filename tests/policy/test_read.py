@@ -121,7 +121,10 @@ def test_names_and_values_are_those_of_the_files(kind: str, world: int, backend:
 
 def _reads_before_its_step(rank: int, world: int) -> None:
     model = fully_shard(_Plain())
-    offer, optimizer = offer_policy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    model.unshard()  # the offer is of the shards, not of these tensors
+    offer = offer_policy(model)
+    model.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reader, patient = read_policy(offer.address), read_policy(offer.address, timeout=10 * LONG_S)
     engine = model._odc_engine
     dict(reader)  # before any step

@@ -130,6 +130,7 @@ def _refused(rank: int, world: int) -> list[tuple[str, str]]:
         (lambda: offer_policy(has()), f"offer_policy of a model {read}offer the base"),
         (lambda: edit(lambda model: model(input_ids=ids)), edited),
         (lambda: edit(publish), edited),
+        (lambda: edit(lambda model: model.state_dict() and publish(model)), edited),
         (lambda: edit(lambda model: minibatch(model).__enter__()), edited),
         (lambda: has().load_state_dict(of_adapters, strict=False), "nothing was raised"),
     ]

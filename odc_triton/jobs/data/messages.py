@@ -105,7 +105,8 @@ def _message(here: str, message: Any) -> Message:
         else:
             string(here, message, name)
     role = message["role"]
-    if role not in _ROLES and (meant := get_close_matches(role.strip().lower(), _ROLES, n=1, cutoff=0.8)):
+    is_known = re.sub(r"[\s_-]*\d+$", "", role) in _ROLES  # the second of several users is user2
+    if not is_known and (meant := get_close_matches(role.strip().lower(), _ROLES, n=1, cutoff=0.8)):
         raise DataError(f"{here} has the role {role!r}: write {meant[0]!r}, if it is that")
     # The template may use other fields: reasoning, tool calls, a name.
     others = {name: value for name, value in message.items() if name not in ("role", "content")}

@@ -20,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help=_STRICT)
     parser.add_argument("--eager", action="store_true", help=_EAGER)
     text = "most minutes to wait for a rank that is alive (default: 30)"
-    parser.add_argument("--timeout-minutes", type=_minutes, default=30.0, metavar="MINUTES", help=text)
+    parser.add_argument("--timeout-minutes", type=minutes, default=30.0, metavar="MINUTES", help=text)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
     value = float(text)
     if not 0 < value <= 60 * 24 * 365:
         raise argparse.ArgumentTypeError(f"it is {text}; give more than 0 and at most a year")
