@@ -161,7 +161,7 @@ def keep_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tupl
     restarts = positions.diff(dim=-1) != 1
     if mask is not None and bool((restarts & mask[:, 1:].bool() & mask[:, :-1].bool()).any()):
         raise ValueError(_JOINED.format(type(model).__name__, "with an attention_mask that joins them"))
-    fresh = mask is None and given.get("past_key_values", given.get("cache")) is None
+    fresh = mask is None and given.get("past_key_values") is None and given.get("cache") is None
     return (args, given | {"use_cache": False}) if fresh and bool(restarts.any()) else None
 
 
