@@ -64,10 +64,17 @@ def final_answer(text: str) -> str | None:
         if boxed := _boxed(part):
             return boxed
         _, mark, rest = part.rpartition("####")
-        said = [part[each.end() :][: 4 * LONGEST] for each in reversed([*_SAID.finditer(part)])]
-        answers = [answer for each in (rest if mark else "", *said) if (answer := _sentence(each))]
-        if answers:  # a heading, or "this answer is right", has no number
-            return next((each for each in answers if re.search(r"\d", each)), answers[0])
+        said = (part[each.end() : each.end() + 4 * LONGEST] for each in reversed([*_SAID.finditer(part)]))
+        first = ""
+        for each in (rest if mark else "", *said):
+            if first and not re.search(r"\d", each):
+                continue
+            answer = _sentence(each)
+            if re.search(r"\d", answer):
+                return answer
+            first = first or answer
+        if first:  # a heading, or "this answer is right", has no number
+            return first
     return None
 
 
