@@ -6,7 +6,6 @@ because a reward may execute a model's output, so nothing from the process may b
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import inspect
@@ -26,11 +25,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from itertools import islice
 from numbers import Complex, Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...base.errors import TRACEBACK
 from ..launcher.launch import die_with_parent, how_it_ended
 from .named_rewards import NAMES, missing_columns, named_reward
+
+if TYPE_CHECKING:
+    import asyncio
 
 _LENGTH = struct.Struct("!Q")
 _END_S = 2.0  # for exit handlers of the functions' modules
@@ -183,7 +185,7 @@ def _serve(channel: socket.socket) -> None:
         else:
             functions.append(found)
     _send(channel, json.dumps(problem).encode())
-    loop = cache(asyncio.new_event_loop)  # one for all calls, as clients keep connections in it
+    loop = cache(_new_event_loop)  # one for all calls, as clients keep connections in it
     while True:
         try:
             message = _receive(channel)
@@ -191,6 +193,12 @@ def _serve(channel: socket.socket) -> None:
             return
         function, keywords = pickle.loads(message)
         _send(channel, json.dumps(_call(functions[function], keywords, loop)).encode())
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    import asyncio  # a third of what the process imports, for coroutine functions only
+
+    return asyncio.new_event_loop()
 
 
 def _start_reaper() -> None:
