@@ -132,8 +132,6 @@ class _SavePlanner(DefaultSavePlanner):
 class Part:
     """This rank's shards of a nested state dict; on rank 0 also the replicated values. `contents`: what is written."""
 
-    contents: Metadata
-
     def __init__(self, rank: int, state: Mapping[str, Any]) -> None:
         self._rank = rank
         self._planner = _SavePlanner()
@@ -203,9 +201,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def join_parts(folder: Path, joined: Metadata, world: int) -> dict[str, Written]:
-    """Adds the other ranks' lists to rank 0's, `joined`, and writes it as DCP's `.metadata`; removes all of them, and
-    returns the new file. Raises OSError.
-    """
+    """Joins the ranks' lists, rank 0's `joined`, to DCP's `.metadata`, which it returns; removes them. Raises OSError."""
     for rank in range(1, world):
         part = read_metadata(folder, list_name(rank))
         for name, entry in part.state_dict_metadata.items():

@@ -25,14 +25,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from itertools import islice
 from numbers import Complex, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ...base.errors import TRACEBACK
 from ..launcher.launch import die_with_parent, how_it_ended
 from .named_rewards import NAMES, missing_columns, named_reward
-
-if TYPE_CHECKING:
-    import asyncio
 
 _LENGTH = struct.Struct("!Q")
 _END_S = 2.0  # for exit handlers of the functions' modules
@@ -185,7 +182,8 @@ def _serve(channel: socket.socket) -> None:
         else:
             functions.append(found)
     _send(channel, json.dumps(problem).encode())
-    loop = cache(_new_event_loop)  # one for all calls, as clients keep connections in it
+    # One for all calls, as clients keep connections in it. asyncio is half of what the process would import.
+    loop = cache(lambda: importlib.import_module("asyncio").new_event_loop())
     while True:
         try:
             message = _receive(channel)
@@ -193,12 +191,6 @@ def _serve(channel: socket.socket) -> None:
             return
         function, keywords = pickle.loads(message)
         _send(channel, json.dumps(_call(functions[function], keywords, loop)).encode())
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    import asyncio  # a third of what the process imports, for coroutine functions only
-
-    return asyncio.new_event_loop()
 
 
 def _start_reaper() -> None:
@@ -253,9 +245,7 @@ def find_function(kind: Literal["reward", "rollout"], name: str, columns: list[s
     return found
 
 
-def _call(
-    function: Callable, keywords: dict[str, Any], loop: Callable[[], asyncio.AbstractEventLoop]
-) -> dict[str, Any]:
+def _call(function: Callable, keywords: dict[str, Any], loop: Callable[[], Any]) -> dict[str, Any]:
     try:
         returned = function(**keywords)
         if inspect.isawaitable(returned):
