@@ -201,7 +201,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def join_parts(folder: Path, joined: Metadata, world: int) -> dict[str, Written]:
-    """Joins the ranks' lists, of rank 0 `joined`, to DCP's `.metadata`, which it returns; removes them. Raises OSError."""
+    """Joins the lists, of rank 0 `joined`, to DCP's `.metadata`, which it returns; removes them. Raises OSError."""
     for rank in range(1, world):
         part = read_metadata(folder, list_name(rank))
         for name, entry in part.state_dict_metadata.items():
