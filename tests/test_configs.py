@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,9 +17,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.tools.cli.command import main
-from tests.support import slow
+from tests.support import ranks, slow
 from tests.support.chats import CHATML, make_tokenizer
-from tests.support.deadlines import LONG_S
 from tests.support.processors import encoded_image
 from tests.support.sft_images import write_model
 
@@ -97,10 +94,8 @@ def test_it_runs(file: Path, tmp_path: Path) -> None:
         command, small = ["sweep", str(tmp_path / "sweep.yaml")], {}
     options = [f"--{key}={value}" for key, value in small.items()]
     options += ["--out", str(tmp_path / "out"), "--ranks", "2" if "split-sequences" in given else "1"]
-    # In a process of its own: ranks forked from one that has run other tests have crashed in native code.
-    start = [sys.executable, "-m", "odc_triton.tools.cli"]
-    done = subprocess.run([*start, *command, *options], capture_output=True, text=True, timeout=LONG_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, *printed = ranks.command(*command, *options)
+    assert status == 0, printed
     assert len([*tmp_path.glob("out/**/metrics.jsonl")]) == (6 if command[0] == "sweep" else 1)
 
 

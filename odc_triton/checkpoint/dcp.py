@@ -130,7 +130,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class Part:
-    """This rank's shards of a nested state dict; on rank 0 also the replicated values."""
+    """This rank's shards of a nested state dict; on rank 0 also the replicated values. `contents`: what is written."""
 
     def __init__(self, rank: int, state: Mapping[str, Any]) -> None:
         self._rank = rank
@@ -187,6 +187,7 @@ class Part:
         metadata.version = CURRENT_DCP_VERSION
         with files.create_stream(folder / list_name(rank), "wb") as file:
             pickle.dump(metadata, file)
+        self.contents = metadata
         return {name: file for name, file in files.written.items() if name != list_name(rank)}
 
 
@@ -199,9 +200,8 @@ def _is_sharded(value: Any) -> bool:
     return isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements)
 
 
-def join_parts(folder: Path, world: int) -> dict[str, Written]:
-    """Joins the ranks' lists into DCP's `.metadata`, removes them, and returns the new file. Raises OSError."""
-    joined = read_metadata(folder, list_name(0))
+def join_parts(folder: Path, joined: Metadata, world: int) -> dict[str, Written]:
+    """Joins the lists, of rank 0 `joined`, to DCP's `.metadata`, which it returns; removes them. Raises OSError."""
     for rank in range(1, world):
         part = read_metadata(folder, list_name(rank))
         for name, entry in part.state_dict_metadata.items():

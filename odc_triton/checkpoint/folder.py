@@ -196,7 +196,7 @@ class Saving:
                 for name in (*theirs["files"], dcp.list_name(rank)):
                     os.rename(folder / name, aside / name)
                 folder.rmdir()
-        files |= dcp.join_parts(aside, len(written))
+        files |= dcp.join_parts(aside, self._part.contents, len(written))
         if self._base:
             named = base_model.described(
                 self._base_name or "a base without a name", self._base, [theirs["base"] for theirs in written]

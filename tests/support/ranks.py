@@ -11,11 +11,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from tests.support.deadlines import LONG_S
@@ -120,6 +122,21 @@ def in_own_process(function: Callable, *args: Any) -> Any:
     """Returns `function(*args)`, called in a process without threads: what forks must not be called in the test's."""
     with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
         return pool.submit(function, *args).result(LONG_S)
+
+
+def _command(words: list[str], out: str, err: str) -> int:
+    from odc_triton.tools.cli import main
+
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    return main(words)
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """The exit status of `odc-triton words`, and what it and its ranks print, without importing torch again."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder, name) for name in ("out", "err"))
+        return in_own_process(_command, [*words], str(out), str(err)), out.read_text(), err.read_text()
 
 
 def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = False) -> Job:

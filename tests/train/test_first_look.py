@@ -10,7 +10,6 @@ from pathlib import Path
 from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support.sft_case import write_case
 
-ROOT = Path(__file__).parents[2]
 _CODE = """
 import sys
 from odc_triton.tools.cli.command import main
@@ -45,26 +44,3 @@ def test_a_refused_command_and_an_ended_run_are_known_at_once(tmp_path: Path) ->
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
         assert said in done.stdout + done.stderr, (changes, done)
         assert done.stdout.splitlines()[-1] == f"{status} False", (changes, done)
-
-
-_RUN = """
-import logging, sys
-from pathlib import Path
-from odc_triton.base.environment import quiet_bitsandbytes
-from odc_triton.jobs.train.sft import train_sft
-from tests.support.sft_case import case
-train_sft(case(Path(sys.argv[1]), steps=1))
-print(sorted({"peft", "bitsandbytes"} & {*sys.modules}))
-quiet_bitsandbytes()
-for line in ("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "another line"):
-    logging.getLogger("bitsandbytes.backends.cpu.ops").warning(line)
-"""
-
-
-def test_a_run_without_adapters_imports_neither_peft_nor_bitsandbytes(tmp_path: Path) -> None:
-    """Which logs a line that is of no use; where it is imported only that line is hidden."""
-    command = [sys.executable, "-c", _RUN, str(write_case(tmp_path))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "[]", done
-    assert "another line" in done.stderr.splitlines()[-1]
-    assert "Failed to load" not in done.stderr

@@ -101,8 +101,9 @@ def options(folder: Path, out: Path, **changes: object) -> GrpoOptions:
 
 REMOTE = {"engine": "vllm-server", "vllm_server": "http://127.0.0.1:1", "importance": "token_truncate"}
 SPLIT = {"split_sequences": True, "token_cap": 256, "split_tokens": 200, "max_new_tokens": 200}
-CASES = {"usual": {}, "split, remote": {**SPLIT, **REMOTE}}
+CASES = {"split, remote": {**SPLIT, **REMOTE}}  # and exact sums
 MORE = {
+    "usual": {},
     "remote": REMOTE | {"decode_at_once": 12},
     "split": SPLIT,
     "kl, cispo": {"kl": 0.1, "loss": "cispo", "clip_high": 5.0, "lr": 0.3},
@@ -115,7 +116,9 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, CASES), slow(1, CASES), slow(3, CASES | MORE)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, CASES), slow(1, CASES | {"usual": {}}), slow(3, CASES | MORE)], ids=str
+)
 def test_the_update_of_phases(folder: Path, tmp_path: Path, world: int, cases: dict[str, dict]) -> None:
     """With exact sums also the same bits, where the phased step has the overlapped one's packs."""
     wanted = {

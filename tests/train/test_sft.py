@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +32,6 @@ from odc_triton.sharding.backend import CpuBackend
 from odc_triton.sharding.shard_module import fully_shard
 from odc_triton.tools.tune import save
 from tests.support import ranks
-from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case
 from tests.support.tokenized import tokenize_file
 
@@ -168,19 +165,18 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
 
     wanted = options(folder, out=str(tmp_path / "out"), truncate=True)
     write_config(tmp_path / "given.yaml", wanted, comment="the run", ranks=1)
-    command = [sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--config", str(tmp_path / "given.yaml")]
-    command += ["--ranks", "2", "--fused-head"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
-    assert done.returncode == 0, done.stderr
+    command = ["train", "sft", "--config", str(tmp_path / "given.yaml"), "--ranks", "2", "--fused-head"]
+    status, printed, problems = ranks.command(*command)
+    assert status == 0, problems
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert "\r" not in done.stderr, "lines, and no bar, where there is no terminal"
-    assert "5/5" in done.stderr
+    assert "\r" not in problems, "lines, and no bar, where there is no terminal"
+    assert "5/5" in problems
     size = f"{sum(each.numel() for each in _model().parameters()):,}"
     warms = "2 of them warm-up (--warmup-steps is 2)"
     said = f"{size} of {size} parameters, ranks: 2 (cpu), fp32, steps: 5, {warms}, checkpoints: every 10 minutes\n"
-    assert said in done.stdout
+    assert said in printed
     written = read_config(tmp_path / "out" / "run.yaml", SftOptions, ranks=int)
     assert written.pop("ranks") == 2
     assert read_options(SftOptions, written) == dataclasses.replace(wanted, fused_head=True)

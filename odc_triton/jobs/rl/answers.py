@@ -30,6 +30,7 @@ _NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s*(?:(?P<whole>\d*)\\frac\{(?P<above>-?\d+)\}\{(?P<below>\d+)\}|(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|(?P<decimal>\d*\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+)\s*(?P<percent>\\?%)?)"
 )
+_DIGIT = re.compile(r"\d")
 _WORDS = re.compile(r"(?:\\text\w*\{)?\(?([A-Za-z][A-Za-z ]*)\)?\}?")
 # Words that are values, and what math_verify takes in references and not in answers.
 _ODD = re.compile(
@@ -64,10 +65,12 @@ def final_answer(text: str) -> str | None:
         if boxed := _boxed(part):
             return boxed
         _, mark, rest = part.rpartition("####")
-        said = [part[each.end() :][: 4 * LONGEST] for each in reversed([*_SAID.finditer(part)])]
-        answers = [answer for each in (rest if mark else "", *said) if (answer := _sentence(each))]
-        if answers:  # a heading, or "this answer is right", has no number
-            return next((each for each in answers if re.search(r"\d", each)), answers[0])
+        said = (part[each.end() : each.end() + 4 * LONGEST] for each in reversed([*_SAID.finditer(part)]))
+        texts = [rest if mark else "", *said]
+        numbers = filter(_DIGIT.search, map(_sentence, filter(_DIGIT.search, texts)))
+        # A heading, or "this answer is right", has no number.
+        if answer := next(numbers, "") or next(filter(None, map(_sentence, texts)), ""):
+            return answer
     return None
 
 

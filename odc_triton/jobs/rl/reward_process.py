@@ -6,7 +6,6 @@ because a reward may execute a model's output, so nothing from the process may b
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import inspect
@@ -183,7 +182,8 @@ def _serve(channel: socket.socket) -> None:
         else:
             functions.append(found)
     _send(channel, json.dumps(problem).encode())
-    loop = cache(asyncio.new_event_loop)  # one for all calls, as clients keep connections in it
+    # One for all calls, as clients keep connections in it. asyncio is half of what the process would import.
+    loop = cache(lambda: importlib.import_module("asyncio").new_event_loop())
     while True:
         try:
             message = _receive(channel)
@@ -245,9 +245,7 @@ def find_function(kind: Literal["reward", "rollout"], name: str, columns: list[s
     return found
 
 
-def _call(
-    function: Callable, keywords: dict[str, Any], loop: Callable[[], asyncio.AbstractEventLoop]
-) -> dict[str, Any]:
+def _call(function: Callable, keywords: dict[str, Any], loop: Callable[[], Any]) -> dict[str, Any]:
     try:
         returned = function(**keywords)
         if inspect.isawaitable(returned):
