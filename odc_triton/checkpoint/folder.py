@@ -225,7 +225,8 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     state and no digests: {} is returned. `optimizer`: None reads the model only.
 
     Raises, on every rank and before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for
-    those of another model or optimizer, or adapters of another base, CheckpointFailed.
+    those of another model or optimizer, or adapters of another base, CheckpointFailed. Without digests a value that
+    can't be read is found when others have been.
     """
     engine, path = engine_of(model), Path(path)
     if engine.is_open:
