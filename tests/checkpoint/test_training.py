@@ -76,7 +76,7 @@ def test_resuming_on_one_rank_is_bitwise(tmp_path: Path) -> None:
 
 def test_resuming_on_other_ranks(tmp_path: Path) -> None:
     """On as many ranks; and on one more, where no loss depends on the random numbers."""
-    cases = [("qwen2", True), ("gpt2-tied", False), ("conv", False), ("deepseek-v3", False)]
+    cases = [("qwen2", True), ("conv", False), ("deepseek-v3", False)]
     ranks.run(_save_and_resume, 2, tmp_path / "same", cases[-1:])
     (wants, *_) = ranks.run(_each, 2, tmp_path, cases, _save)
     for of_model in zip(wants, *ranks.run(_each, 3, tmp_path, cases, _resume), strict=True):

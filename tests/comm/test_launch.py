@@ -26,9 +26,9 @@ from tests.support.ranks import in_own_process
 
 
 def test_returns_by_rank(tmp_path: Path) -> None:
-    results = launch(work, "return", str(tmp_path), ranks=3)
-    assert [result["rank"] for result in results] == [0, 1, 2]
-    assert all(result["sum"].item() == 6 for result in results)
+    results = launch(work, "return", str(tmp_path), ranks=2)
+    assert [result["rank"] for result in results] == [0, 1]
+    assert all(result["sum"].item() == 3 for result in results)
 
 
 def test_a_rank_that_exits(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -39,7 +39,6 @@ def summed(exact: ExactSum, contributions: list[list[float]] | list[torch.Tensor
     return shard
 
 
-@settings(max_examples=300)
 @given(st.lists(st.lists(NEAR, min_size=3, max_size=3), min_size=1, max_size=9), st.randoms())
 def test_any_order_gives_the_same_integers_near_the_true_sum(contributions: list[list[float]], order: object) -> None:
     exact, other = ExactSum(), ExactSum()
@@ -55,7 +54,6 @@ def test_any_order_gives_the_same_integers_near_the_true_sum(contributions: list
         assert abs(Fraction(got) - true) <= len(contributions) * Fraction(1, 2**38) + abs(true) * Fraction(1, 2**24)
 
 
-@settings(max_examples=300)
 @given(st.lists(st.lists(NUMBERS, min_size=2, max_size=2), min_size=1, max_size=12), st.integers(-100, 100))
 def test_a_sum_that_could_wrap_is_refused(contributions: list[list[float]], exponent: int) -> None:
     exact = ExactSum()
@@ -71,7 +69,6 @@ def test_a_sum_that_could_wrap_is_refused(contributions: list[list[float]], expo
         assert len(contributions) * max(abs(x) for each in scaled for x in each) >= 2**61
 
 
-@settings(max_examples=200)
 @given(st.lists(NEAR, min_size=1, max_size=20), st.lists(st.integers(0, 3), min_size=20, max_size=20))
 def test_the_next_scale_does_not_depend_on_who_added_what(values: list[float], owners: list[int]) -> None:
     def next_exponent(dealt: list[list[float]]) -> int:

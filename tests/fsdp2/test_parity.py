@@ -11,7 +11,7 @@ import torch
 from tests.support import ranks
 from tests.support.bridged import DEALS, bridged, plain
 
-STEPS = 5
+STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def test_as_plain_torch(world: int) -> None:
         wanted, wanted_norms = plain(case.name, case.transform, case.kind, STEPS, count)
         weights, norms, _ = results[0]
         assert norms == pytest.approx(wanted_norms, rel=1e-5), case
-        if case.kind == "sgd":  # every element: fp32 sums of other order, five times
+        if case.kind == "sgd":  # every element: fp32 sums of other order, three times
             for name, weight in wanted.items():
                 where = f"{case}: {name}: "
                 torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=lambda m, at=where: at + m)

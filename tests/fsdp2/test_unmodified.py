@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -150,7 +151,6 @@ def test_what_is_converted_when_and_what_is_not() -> None:
 ENDS = {  # of a program: its status, and the last line
     "import sys; sys.exit(0)": ([], 0, "no model of FSDP2 ran in this process, so nothing was changed"),
     "raise SystemExit(3)": (["--strict"], 3, "no model of FSDP2 ran in this process, so nothing was changed"),
-    "import sys; sys.exit()": (["--strict"], 1, "nothing was trained by on-demand communication, as --strict wants"),
     "import os, sys; os.chdir('/'); open(__file__); assert os.getcwd() not in sys.path": ([], 0, "so nothing was"),
     # It dies with its parent: this is PR_GET_PDEATHSIG.
     "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); raise SystemExit(n.value)": (
@@ -161,14 +161,35 @@ ENDS = {  # of a program: its status, and the last line
 }
 
 
-@pytest.mark.parametrize("text", ENDS)
-def test_a_program_ends_as_by_python(text: str, tmp_path: Path) -> None:
-    flags, status, said = ENDS[text]
-    (tmp_path / "program.py").write_text(text)
-    command = [sys.executable, "-m", "odc_triton.run", *flags, "program.py"]
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "as under torchrun"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == status, done.stderr
+def _as_main(folder: Path, flags: list[str]) -> None:
+    """As `python -m odc_triton.run` begins, in a process that has imported torch."""
+    os.chdir(folder)
+    os.dup2(os.open("stderr", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+    os.environ["TORCHELASTIC_RUN_ID"] = "as under torchrun"
+    sys.path.insert(0, str(folder))
+    sys.argv = ["", *flags, "program.py"]
+    runpy.run_module("odc_triton.run", run_name="__main__", alter_sys=True)
+
+
+def test_a_program_ends_as_by_python(tmp_path: Path) -> None:
+    for number, (text, (flags, status, said)) in enumerate(ENDS.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "program.py").write_text(text)
+        process = ranks.fork_server().Process(target=_as_main, args=(folder, flags))
+        process.start()
+        process.join(LONG_S)
+        lines = (folder / "stderr").read_text()
+        assert process.exitcode == status, f"{text}: {lines}"
+        assert said in lines.splitlines()[-1], text
+
+
+def test_a_process_ends_as_by_python(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; sys.exit()")
+    command = [sys.executable, "-m", "odc_triton.run", "--strict", "program.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    said = "nothing was trained by on-demand communication, as --strict wants"
     assert said in done.stderr.splitlines()[-1]
 
 

@@ -276,7 +276,8 @@ BOTH = "eager triton"
 @pytest.mark.parametrize(
     ("world", "backend", "backends"),
     [
-        (3, "cpu", {FP32: BOTH, FP64: "eager"}),
+        (3, "cpu", {FP64: "eager"}),
+        slow(3, "cpu", {FP32: BOTH}),
         slow(2, "cpu-sharded", {FP32: BOTH, BF16: "eager"}),
         (3, "cpu-interpreter", {FP32: BOTH}),
         slow(2, "cpu-interpreter", {BF16: BOTH}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -51,6 +52,7 @@ def _logps(model: nn.Module, pairs: tuple[int, ...]) -> Tensor:
     return torch.stack(found).view(-1, 2)
 
 
+@functools.cache
 def _by_torch(pairs: tuple[int, ...], kind: str) -> dict[str, Any]:
     model = model_of(None)
     with torch.no_grad():

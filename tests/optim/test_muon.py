@@ -18,7 +18,7 @@ from tests.support import ranks, recorded, slow
 from tests.support.recorded import MATRICES, give_gradients, plain, sharded, step_on
 from tests.support.refusals import caught, compare
 
-STEPS = 20
+STEPS = 8
 
 
 def _late(function: Callable, seconds: float) -> Callable:

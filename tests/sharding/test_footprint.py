@@ -265,7 +265,7 @@ def test_hybrids_hold_what_is_planned_at_several_lengths(family: str, checkpoint
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
-    for tokens in (512, 1024, 2048):
+    for tokens in (512, 1024):
         ids = torch.arange(tokens)[None] % 7
         ends = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
         with LiveBytes() as live:

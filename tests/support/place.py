@@ -13,8 +13,11 @@ import torch
 
 from bench.kernels.problem import DEVICE
 from odc_kernels import peers
+from tests.support import interpreter
 
 INTERPRETED = DEVICE.type == "cpu"
+if INTERPRETED:
+    interpreter.patch_once()
 
 MARKS = [pytest.mark.usefixtures("on_device"), *([] if INTERPRETED else [pytest.mark.gpu])]
 """`pytestmark` of every file of kernel tests: `pytest -m gpu` runs them where they run on a GPU."""
