@@ -224,8 +224,8 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     (the state's "seed", or 0; rank; step). A plain DCP folder, as from FSDP2's scripts, has no state, no random
     state and no digests: {} is returned. `optimizer`: None reads the model only.
 
-    Raises, on every rank and before anything is overwritten (but by values without digests): CheckpointCorrupt for
-    damaged files, CheckpointDiffers for those of another model, optimizer or adapters' base, CheckpointFailed.
+    Raises, on every rank, CheckpointCorrupt for damaged files, CheckpointDiffers for those of another model, optimizer
+    or adapters' base, CheckpointFailed. Nothing is overwritten then, unless values without digests are damaged.
     """
     engine, path = engine_of(model), Path(path)
     if engine.is_open:
