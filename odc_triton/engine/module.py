@@ -275,8 +275,9 @@ class ODCModule(nn.Module if TYPE_CHECKING else object):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module`'s: DTensors that share the parameters' memory."""
-        self._odc_engine.publication.doubt()
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        self._odc_engine.publication.doubt(state if kwargs.get("destination") is None else {})
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As `nn.Module`'s, from DTensors or from whole tensors; then publishes. `assign=True` is refused.

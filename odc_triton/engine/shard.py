@@ -112,7 +112,9 @@ class Shard(ABC):
     touched = dirty = stepped = lost = False
     zero_instead = "Call zero_grad() before the `with minibatch(...)` block, or after it"
     versions: tuple[int, int] | None = None  # as of the last weight update
-    doubted = False  # it may have been written where no version counter shows it
+    # It may have been written where no version counter shows it, and may be while one of these, of state dicts, lives.
+    doubted = False
+    lent: Sequence[weakref.ref[DTensor]] = ()
 
     @property
     @abstractmethod
@@ -153,7 +155,8 @@ class Shard(ABC):
         if version counters show a write, or it is `doubted`. Raises as `to_publish`.
         """
         now = versions_of(self.sharded)
-        if now == self.versions and not (self.doubted and self.is_comparable):
+        is_doubted = self.doubted or any(each() is not None for each in self.lent)
+        if now == self.versions and not (is_doubted and self.is_comparable):
             return False
         if not self.is_as_published():
             return True

@@ -193,9 +193,9 @@ class Automatic(Participant):
         if self._is_eager and self._syncs and self._is_last and self._engine.is_open:
             self._end("backward")
 
-    def use(self, number: int, name: str) -> None:
+    def use(self, number: int, shard: BridgedParameter) -> None:
         """A gradient of minibatch `number` is used: it ends on all ranks."""
-        engine = self._engine
+        engine, name = self._engine, shard.name
         if engine.is_open and engine.number == number:
             if in_backward_pass():
                 raise RuntimeError(
@@ -205,10 +205,10 @@ class Automatic(Participant):
             self._end("gradient")
         elif not engine.is_open and engine.number < number:
             self._join("gradient")
-        elif engine.number > number:
+        elif engine.number > number or (shard.was_summed and isinstance(shard.sharded.grad, PendingGradient | None)):
             raise RuntimeError(
-                f"a gradient of {name} was kept from minibatch {number} and not used before minibatch "
-                f"{engine.number}: read p.grad again, or clone it before the next forward"
+                f"a gradient of {name} was kept from minibatch {number} and not used before zero_grad(), or the next "
+                f"minibatch: read p.grad again, or clone it before"
             )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict) -> tuple[tuple, dict] | None:

@@ -202,7 +202,7 @@ class FsdpModules(Participant):
         for module in self._modules:
             self._watch(module, found.get(id(module)))
         model.register_load_state_dict_post_hook(self._loaded)
-        model.register_state_dict_post_hook(lambda *_: engine.publication.doubt())
+        model.register_state_dict_post_hook(lambda _, state, *others: engine.publication.doubt(state))
 
     def _watch(self, module: ModuleOfFsdp, found: FsdpUnit | None) -> None:
         passes, running = self._engine.passes, []

@@ -57,8 +57,8 @@ class BridgedParameter(Shard):
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
-        self._has_gradient = self._has_way = False
-        self._zeros: DTensor | None = None
+        self.was_summed = self._has_way = False
+        self._shows_zeros = False
 
     @property
     def trains(self) -> bool:
@@ -102,7 +102,7 @@ class BridgedParameter(Shard):
             raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before it")
 
     def clear(self) -> torch.Tensor | None:
-        self._has_gradient = False
+        self.was_summed = False
         dirty, self.touched, self.dirty = self.dirty, False, False
         self.make_way()
         return self.gradient if dirty else None
@@ -191,7 +191,7 @@ class BridgedParameter(Shard):
 
     def _assign(self, gradient: torch.Tensor | None) -> None:
         """A flat gradient; None if no rank contributed."""
-        self._has_gradient = gradient is not None
+        self.was_summed = gradient is not None
         if self.tied_to is not None:
             return
         self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
@@ -199,20 +199,20 @@ class BridgedParameter(Shard):
     def show_zeros(self) -> None:
         """If no rank has a gradient, `p.grad` is zeros until `drop_zeros`. The program may write into them."""
         if self.sharded.grad is None:
-            self.dirty = True
-            self._zeros = self.sharded.grad = self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
+            self.dirty = self._shows_zeros = True
+            self.sharded.grad = self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
 
     def drop_zeros(self) -> None:
-        """They become None, as FSDP2 has it, before anything but the program sees them; also zeros in their place, as
-        after `p.grad = p.grad / 2`.
+        """They become None, as FSDP2 has it, before anything but the program sees them, also what the program has put
+        in their place: `p.grad = p.grad / 2`.
         """
-        zeros, gradient, self._zeros = self._zeros, self.sharded.grad, None
-        if zeros is not None and isinstance(gradient, DTensor) and (gradient is zeros or not gradient.to_local().any()):
+        if self._shows_zeros and not isinstance(self.sharded.grad, PendingGradient):
             self.sharded.grad = None
+        self._shows_zeros = False
 
     def run_hooks(self) -> None:
         """Runs the user's hooks on the reduced gradient."""
-        if self._has_gradient and self.tied_to is None:
+        if self.was_summed and self.tied_to is None:
             for hook in self._user_hooks.values():
                 hook(self.sharded)
         self._user_hooks = {}

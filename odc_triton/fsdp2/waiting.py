@@ -9,7 +9,7 @@ import torch
 
 from ..engine.shard import PendingGradient, Shard
 
-Use = Callable[[int, str], None]  # of the gradient of a minibatch, by its number, of a parameter, by its name
+Use = Callable[[int, Any], None]  # of the gradient of a minibatch, by its number, of a parameter, by its shard
 
 
 class GradientInWaiting(PendingGradient):
@@ -84,7 +84,7 @@ class GradientInWaiting(PendingGradient):
         """The gradient, once all ranks have ended the minibatch."""
         if (shard := self.shard()) is None:
             raise RuntimeError("the model of this gradient is gone")
-        self.use(self.number, shard.name)
+        self.use(self.number, shard)
         gradient = shard.sharded.grad
         if gradient is not None and not isinstance(gradient, PendingGradient):
             return gradient

@@ -124,6 +124,7 @@ def test_messages(fields, messages):
         ),
         ({"messages": [ASK, SAY | {"role": "Assistant"}]}, "message 1 has the role 'Assistant': write 'assistant'"),
         ({"messages": [ASK, SAY | {"role": "asistant"}]}, "message 1 has the role 'asistant': write 'assistant'"),
+        ({"messages": [ASK, SAY | {"role": "assistant2"}]}, "message 1 has the role 'assistant2': write 'assistant'"),
         ({"messages": [ASK, {**CALLS, "tool_calls": "add(1)"}]}, "message 1: 'tool_calls' must be .*not 'add"),
         ({"messages": [ASK, SAY], "tools": "add"}, "'tools' must be a list of objects.*not 'add'"),
     ],

@@ -20,6 +20,7 @@ from tests.support.refusals import caught, net
 from tests.support.replicas import mesh_of
 
 BF16 = torch.bfloat16
+KEPT = "in a kept state dict"
 X = torch.arange(12.0).view(3, 4) / 7
 
 
@@ -27,11 +28,20 @@ def _each(write: Callable[[torch.Tensor], object]) -> Callable[[nn.Module], None
     return lambda model: [write(p) for p in model.parameters()] and None
 
 
+def _in_a_kept_state_dict(model: nn.Module) -> None:
+    model.kept = model.state_dict()
+    _forward(model)  # which finds nothing written,
+    model.reshard()  # and FSDP2 leaves a root whole
+    for value in model.kept.values():
+        value.to_local().mul_(0.5)
+
+
 EDITS: dict[str, Callable[[nn.Module], None]] = {
     "in place": _each(lambda p: p.mul_(0.5)),
     "lerp": _each(lambda p: p.lerp_(torch.zeros_like(p), 0.5)),
     "one number": lambda model: model[2].bias.clamp_(max=-0.01),  # of which only one rank has rows
     "in a state dict": lambda model: [value.to_local().mul_(0.5) for value in model.state_dict().values()] and None,
+    KEPT: _in_a_kept_state_dict,
     "as it was": _each(lambda p: [p.mul_(0.5), p.mul_(2.0)]),
     "nothing": lambda model: None,
 }
@@ -77,7 +87,8 @@ def _evaluated(rank: int, world: int, edit: str, mesh: tuple[int, ...], dtype: A
 
 @pytest.mark.slow
 def test_an_evaluation_sees_what_was_published() -> None:
-    cases = [(edit, (2, 2), dtype) for edit in EDITS for dtype in (BF16, None)]
+    edits = [edit for edit in EDITS if edit != KEPT]  # which reads, and here all write at once
+    cases = [(edit, (2, 2), dtype) for edit in edits for dtype in (BF16, None)]
     for case, found in zip(cases, ranks.run_all(4, *((_evaluated, *case) for case in cases)), strict=True):
         for got, want in found:
             torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda words, case=case: f"{case}: {words}")
@@ -126,9 +137,8 @@ def _read(rank: int, world: int, edit: str, way: str, mesh: tuple[int, ...]) -> 
 
 def test_a_read_of_unpublished_edits_is_refused() -> None:
     """Without another rank: each reads when it wants to."""
-    cases = [
-        (edit, way, (2,)) for edit in ("in place", "in a state dict", "as it was") for way in ("fully_shard", "use_odc")
-    ]
+    edits = ("in place", "in a state dict", KEPT, "as it was")
+    cases = [(edit, way, (2,)) for edit in edits for way in ("fully_shard", "use_odc")]
     cases.append(("in place", "fully_shard", (2, 1)))
     for case, (mine, other) in zip(cases, ranks.run_all(2, *((_read, *case) for case in cases)), strict=True):
         refused = case[0] != "as it was"

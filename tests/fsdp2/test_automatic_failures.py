@@ -90,6 +90,14 @@ def _a_gradient_of_an_earlier_step(model: nn.Module, optimizer: Optimizer, rank:
     kept.sum()
 
 
+def _a_kept_gradient_is_read_after_zero_grad(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
+    _loss(model, rank).backward()
+    kept = model.head.weight.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    kept.norm()
+
+
 def _read_inside_a_backward(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
     weight = model.blocks[0].ways["odd"].weight  # pyright: ignore
     loss = _loss(model, rank)
@@ -113,6 +121,10 @@ _MISUSES: dict[Callable, tuple[str, ...]] = {
     _ended_by_hand: ("end_minibatch of a model whose minibatches end by themselves",),
     _a_hook_on_one_rank: ("only on ranks [1] minibatches end with the backward",),
     _a_gradient_of_an_earlier_step: ("a gradient of head.weight was kept from minibatch 0", "read p.grad again"),
+    _a_kept_gradient_is_read_after_zero_grad: (
+        "a gradient of head.weight was kept from minibatch 0",
+        "read p.grad again",
+    ),
     _read_inside_a_backward: ("p.grad of blocks.0.ways.odd.weight is used inside a backward",),
     _zeroed_by_hand_after_a_backward: (
         "zeroed inside the minibatch, after a backward",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from odc_triton.hf import enable_packing
+from odc_triton.packs.attention import keep_documents
 from tests.support.hybrids import hybrid, tokens
 from tests.support.versions import is_older
 
@@ -89,6 +90,13 @@ def test_a_cache_has_the_states_of_a_document(models: tuple[nn.Module, nn.Module
     cache = packed(ids[:, :-1], position_ids=torch.arange(8)[None], use_cache=True, **given).past_key_values
     found = packed(ids[:, -1:], **{CACHE: cache}, position_ids=torch.tensor([[8]])).logits[:, -1]
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("names", [{"past_key_values": 1}, {"cache": 1}, {"past_key_values": None, "cache": 1}])
+def test_a_cache_by_any_name_goes_before_documents(names: dict[str, Any]) -> None:
+    positions = torch.tensor([[0, 1, 0]])
+    assert keep_documents(nn.Module(), (), {"position_ids": positions}) is not None
+    assert keep_documents(nn.Module(), (), {"position_ids": positions, **names}) is None
 
 
 def own_forward(mixer: nn.Module) -> None:

@@ -121,7 +121,12 @@ def fork_server() -> Any:
 def in_own_process(function: Callable, *args: Any) -> Any:
     """Returns `function(*args)`, called in a process without threads: what forks must not be called in the test's."""
     with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
-        return pool.submit(function, *args).result(LONG_S)
+        try:
+            return pool.submit(function, *args).result(LONG_S)
+        except BaseException:
+            for process in pool._processes.values():  # or leaving the pool waits for it
+                process.kill()
+            raise
 
 
 def _command(words: list[str], out: str, err: str) -> int:

@@ -49,7 +49,7 @@ LAYERS = {"gradient_checkpointing": True, "replace_layers": True, "fused_head": 
 JOBS = {
     "split, in replicas at first": Job(learned=EVALUATED, how=SPLIT, stopped=(2, 2)),
     "split, by a queue": Job(learned=EVALUATED, how=SPLIT | {"balance": "queue"}, stopped=(1, 4)),
-    "a mixture of shared prefixes": Job(learned=SHARED | MIXTURE | EVALUATED, stopped=(1, 1)),
+    "a mixture of shared prefixes": Job(learned=SHARED | MIXTURE | EVALUATED, stopped=(1, 2)),
     # Newton-Schulz is in bf16: the last bits of a gradient become 1e-3 of an update.
     "Muon, in replicas": Job(learned=MUON, shape=(2, 1), stopped=(2, 2), rtol=0.01),
 }

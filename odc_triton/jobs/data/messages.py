@@ -105,7 +105,7 @@ def _message(here: str, message: Any) -> Message:
         else:
             string(here, message, name)
     role = message["role"]
-    is_known = re.sub(r"[\s_-]*\d+$", "", role) in _ROLES  # the second of several users is user2
+    is_known = role in _ROLES or re.fullmatch(r"user[\s_-]*\d+", role)  # the second of several users
     if not is_known and (meant := get_close_matches(role.strip().lower(), _ROLES, n=1, cutoff=0.8)):
         raise DataError(f"{here} has the role {role!r}: write {meant[0]!r}, if it is that")
     # The template may use other fields: reasoning, tool calls, a name.

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LONGEST = 300  # characters of an answer
+_MOST_SAID = 1000  # answers of a text, the last ones
 _GAP, _LIST_GAP = 10, 70  # characters between boxes that are one answer, and between those of a list
 _LISTED = re.compile(r".*?(?:\b(?:and|or)\b|,|;).*", re.DOTALL)
 _SAID = re.compile(r"\banswer(?: is\b|:)[\s:*]*", re.IGNORECASE)
@@ -65,7 +66,7 @@ def final_answer(text: str) -> str | None:
         if boxed := _boxed(part):
             return boxed
         _, mark, rest = part.rpartition("####")
-        said = (part[each.end() : each.end() + 4 * LONGEST] for each in reversed([*_SAID.finditer(part)]))
+        said = (part[each.end() : each.end() + 4 * LONGEST] for each in reversed([*_SAID.finditer(part)][-_MOST_SAID:]))
         texts = [rest if mark else "", *said]
         numbers = filter(_DIGIT.search, map(_sentence, filter(_DIGIT.search, texts)))
         # A heading, or "this answer is right", has no number.
