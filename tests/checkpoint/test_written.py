@@ -135,6 +135,18 @@ def _equal(kind: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> No
     torch.testing.assert_close(got, want, rtol=bound, atol=bound, msg=lambda text: f"{kind}: {text}")
 
 
+def _takes_peft() -> bool:
+    """transformers 5.24 wants a PEFT that is not out yet, for its own adapters."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils import check_peft_version
+
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        return False
+    return True
+
+
 def _adapter_of(kind: str, base: nn.Module) -> nn.Module:
     import peft
 
@@ -273,7 +285,7 @@ def _run(body: Callable[[int, int, Path, list[str]], None], folder: Path, kinds:
     "kinds", [pytest.param(["several, tied"], id="some"), pytest.param([*ADAPTERS], marks=pytest.mark.slow, id="all")]
 )
 def test_adapters(kinds: list[str], tmp_path: Path) -> None:
-    _run(_adapted, tmp_path, kinds)
+    _run(_adapted, tmp_path, [kind for kind in kinds if kind != "transformers' own" or _takes_peft()])
 
 
 @pytest.mark.parametrize(
