@@ -9,6 +9,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import threading
 import time
 import warnings
@@ -184,7 +185,7 @@ class PolicyReader:
         except TimeoutError:
             self.close()  # which takes back what the rank may still read
             raise PolicyUnavailable(f"the rank that offers {self._address} does not answer: is it stopped?") from None
-        except (OSError, ValueError):
+        except (OSError, struct.error):  # the latter: nothing came, as it has hung up
             self._gone()
 
     def _unpin(self) -> None:

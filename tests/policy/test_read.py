@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import signal
@@ -22,7 +23,7 @@ from odc_triton.checkpoint import load_pretrained_shards
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.publication import Publication
 from odc_triton.policy.offer import PolicyOffer, _Contents, _file, _OfferServer
-from odc_triton.policy.reader import PolicyReader
+from odc_triton.policy.reader import _FREE_READS, PolicyReader
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S, until
 from tests.support.families import causal_lm, with_lora
@@ -233,6 +234,18 @@ def test_a_reader_that_takes_longer_than_max_lag_is_dropped(caplog: pytest.LogCa
     other = read_policy(policy.offer.address)
     assert len(other.read(_values)) == 1
     policy.offer.close()
+
+
+def test_a_reader_that_is_dropped_while_it_pins(policy: _Policy) -> None:
+    reads = itertools.count(1)
+
+    def take(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        policy.step()
+        if next(reads) == _FREE_READS:  # it pins next, and hears the end where the answer would be
+            policy.reader._connection.shutdown(socket.SHUT_RD)
+
+    with pytest.raises(PolicyUnavailable, match="no longer offers its policy"):
+        policy.reader.read(take)
 
 
 def test_loading_is_announced_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
