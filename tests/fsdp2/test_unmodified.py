@@ -154,9 +154,8 @@ ENDS = {  # of a program: its status, and the last line or lines
     "import torch; from torch.optim import SGD; SGD([torch.ones(1, requires_grad=True)]).step()": (
         [],
         0,
-        "odc-triton: no model of torch's fully_shard has run before this first optimizer step: DDP and FSDP1 are left as "
-        "they are, and accelerate uses FSDP2 on GPUs only\nodc-triton: no model of FSDP2 ran in this process, so nothing "
-        "was changed",
+        "no model of torch's fully_shard has run before this first optimizer step: DDP and FSDP1 are left as they are, "
+        "and accelerate uses FSDP2 on GPUs only\nodc-triton: no model of FSDP2 ran in this process, so nothing",
     ),
     "import os, sys; os.chdir('/'); open(__file__); assert os.getcwd() not in sys.path": ([], 0, "so nothing was"),
     # It dies with its parent: this is PR_GET_PDEATHSIG.
