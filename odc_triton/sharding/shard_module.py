@@ -135,7 +135,9 @@ def fully_shard(
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
-        root, units = (module, None) if modules[0] is module else _together(modules)
+        root, units = module, None
+        if modules[0] is not module:  # a parent, for the time of sharding, in which each is a unit
+            root, units = nn.ModuleList(modules), [str(place) for place in range(len(modules))]
         if (ours := next((each for each in root.modules() if hasattr(each, "adapt_wrappers")), None)) is not None:
             untyped(ours).adapt_wrappers(root)
         with refusing(barrier, AGREEING):
@@ -198,16 +200,11 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [each for each in dict.fromkeys(modules) if id(each) not in inside]
 
 
-def _together(modules: list[nn.Module]) -> tuple[nn.Module, list[str]]:
-    """A parent of the modules, for the time of sharding, and their names in it: each is a unit."""
-    return nn.ModuleList(modules), [str(place) for place in range(len(modules))]
-
-
 def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Parameter]) -> None:
     """Raises NotImplementedError if FSDP2's `shard_placement_fn` asks for another split than on dim 0."""
     for name, parameter in module.named_parameters() if placement_of is not None else ():
         known = parameter in ignored or isinstance(parameter, DTensor)
-        placement = None if known or placement_of is None else placement_of(parameter)
+        placement = None if known else placement_of(parameter)
         if placement not in (None, Shard(0), Shard(-parameter.ndim)):
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement} for {name}: parameters are split on dim 0, return Shard(0) "
