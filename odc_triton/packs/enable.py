@@ -330,8 +330,8 @@ _HEAD_WIDTHS = ("num_attention_heads", "num_key_value_heads", "hidden_size")
 _VOCABULARY = 64
 
 
-def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """A small model, in eval mode, for a transformers model that has no weights yet. The random state is kept.
+def stand_in(model: nn.Module) -> nn.Module:
+    """A small model, in eval mode, on the CPU, for a transformers model that has no weights yet. The random state is kept.
 
     It has each kind of layer of `config.layer_types` (at least two layers), a vocabulary of 64, and one layer of any
     other part, such as a vision tower. If the config has plain heads it has few of them, as wide and grouped as the
@@ -354,7 +354,7 @@ def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
                 warnings.simplefilter("ignore")  # about our sizes
                 made = type(model)(config).float().eval()
                 made(input_ids=torch.arange(4)[None], use_cache=False)
-            return made.to(device)
+            return made
         except Exception as raised:  # a class may refuse odd sizes with any error
             error = raised
     raise error

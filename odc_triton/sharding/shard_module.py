@@ -204,7 +204,7 @@ def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Para
     """Raises NotImplementedError if FSDP2's `shard_placement_fn` asks for another split than on dim 0."""
     for name, parameter in module.named_parameters() if placement_of is not None else ():
         known = parameter in ignored or isinstance(parameter, DTensor)
-        placement = None if known else placement_of(parameter)
+        placement = None if known or placement_of is None else placement_of(parameter)
         if placement not in (None, Shard(0), Shard(-parameter.ndim)):
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement} for {name}: parameters are split on dim 0, return Shard(0) "
