@@ -331,7 +331,7 @@ _VOCABULARY = 64
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """A small model, in eval mode, on the CPU, for a transformers model that has no weights yet. The random state is kept.
+    """A small model on the CPU, in eval mode, for a transformers model without weights. The random state is kept.
 
     It has each kind of layer of `config.layer_types` (at least two layers), a vocabulary of 64, and one layer of any
     other part, such as a vision tower. If the config has plain heads it has few of them, as wide and grouped as the
