@@ -71,7 +71,7 @@ class Barrier:
 
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
-        self.passed, self.number = 0, 0  # `number`: of `under_prefix`
+        self.passed = 0
         self._store, self._has_deadlines = store, host_of(store)[0] is None
         self._answer: Future | None = None  # the store's
         self._asker: Asker | None = None
@@ -156,7 +156,6 @@ class Barrier:
             world=len(ranks),
             timeout_s=timeout.total_seconds(),
         )
-        barrier.number = number
         barrier.is_connected = lambda peer: _is_connected(ranks[peer])
         return barrier
 
@@ -164,7 +163,7 @@ class Barrier:
         """Waits for all ranks and returns their messages, by rank.
 
         Raises RankLost if a peer's process is gone or a peer gave up, DeadlineExceeded if a live one is later than
-        `timeout_s`.
+        `timeout_s`, RanksDiffer for another purpose, and with the text that a peer has posted as "refused".
         """
         number = self.passed
         keys = [self._key(number, rank) for rank in range(self.world)]
@@ -194,6 +193,8 @@ class Barrier:
                     f"rank {self.rank} is at '{purpose}' while rank {peer} is at '{theirs['purpose']}': "
                     f"all ranks must make the same calls in the same order"
                 )
+        if refused := [theirs["refused"] for theirs in messages if "refused" in theirs]:
+            raise RanksDiffer(refused[0])
         return messages
 
     def _ask(self, question: Callable[[], Any]) -> Future:

@@ -98,30 +98,21 @@ def refuse_mesh(mesh: DeviceMesh) -> None:
 
 def grid_of(mesh: DeviceMesh) -> Grid:
     """The grid of a mesh that `refuse_mesh` accepts. No communication."""
-    if mesh.ndim == 1:
-        return Grid(
-            mesh=mesh,
-            shard_mesh=mesh,
-            ranks=tuple(mesh.mesh.flatten().tolist()),
-            rank=mesh.get_local_rank(),
-            world=mesh.size(),
-            replica=0,
-            replicas=1,
-            replica_group=None,
-        )
-    names = mesh.mesh_dim_names or ()
-    replicate, shard = (mesh[name] for name in names)
-    groups = [shard.get_group(), replicate.get_group()]
-    # A new tensor: with one rank in a dimension `T.contiguous()` keeps strides, by which torch 2.11 orders dimensions.
-    turned = torch.tensor(mesh.mesh.T.tolist(), dtype=mesh.mesh.dtype)
-    transposed = DeviceMesh.from_group(groups, mesh.device_type, mesh=turned, mesh_dim_names=names[::-1])
+    shard, turned, replica, replicas, group = mesh, mesh, 0, 1, None
+    if mesh.ndim == 2:
+        names = mesh.mesh_dim_names or ()
+        replicate, shard = (mesh[name] for name in names)
+        replica, replicas, group = replicate.get_local_rank(), replicate.size(), replicate.get_group()
+        # New: with one rank in a dimension `T.contiguous()` keeps strides, by which torch 2.11 orders dimensions.
+        ranks, groups = torch.tensor(mesh.mesh.T.tolist(), dtype=mesh.mesh.dtype), [shard.get_group(), group]
+        turned = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names[::-1])
     return Grid(
-        mesh=transposed,
+        mesh=turned,
         shard_mesh=shard,
         ranks=tuple(mesh.mesh.flatten().tolist()),
-        rank=replicate.get_local_rank() * shard.size() + shard.get_local_rank(),
+        rank=replica * shard.size() + shard.get_local_rank(),
         world=mesh.size(),
-        replica=replicate.get_local_rank(),
-        replicas=replicate.size(),
-        replica_group=replicate.get_group(),
+        replica=replica,
+        replicas=replicas,
+        replica_group=group,
     )

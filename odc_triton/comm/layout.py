@@ -17,8 +17,6 @@ def shard_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
 
     Every rank gets ceil(rows / world) rows; the last ones get fewer or none.
     """
-    if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank}; it must be in 0..{world - 1}")
     each = rows_per_rank(rows, world)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
@@ -111,13 +109,15 @@ class Region:
 class MemoryLayout:
     """Every region of the heap, in an order that is the same on all ranks."""
 
-    world: int
     parameters: tuple[ParameterSpec, ...]
     compute: tuple[Region, ...]
     gradient: tuple[Region | None, ...]
     size_bytes: int
     compute_bytes: int
-    gradient_bytes: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.size_bytes - self.compute_bytes
 
     def fingerprint(self, options: dict[str, Any]) -> tuple[str, list[str]]:
         """A digest that agrees on all ranks exactly if their plans and options do, and the lines it was made from."""
@@ -162,8 +162,6 @@ def make_layout(
     `itemsizes`: bytes per element by dtype name. `apart`: each rank's shards are in its own memory, so sizes and
     offsets are one rank's; else one memory holds all.
     """
-    if world < 1:
-        raise ValueError(f"world is {world}; it must be at least 1")
 
     def place(dtypes: list[tuple[ParameterSpec, str]], offset_bytes: int) -> tuple[list[Region], int]:
         tensors = [(spec.shape, dtype, itemsizes[dtype]) for spec, dtype in dtypes]
@@ -174,13 +172,11 @@ def make_layout(
     gradient, size_bytes = place(trained, compute_bytes)
     left = iter(gradient)
     return MemoryLayout(
-        world=world,
         parameters=tuple(parameters),
         compute=tuple(compute),
         gradient=tuple(None if spec.reduce_dtype is None else next(left) for spec in parameters),
         size_bytes=size_bytes,
         compute_bytes=compute_bytes,
-        gradient_bytes=size_bytes - compute_bytes,
     )
 
 

@@ -59,8 +59,7 @@ def _hang_up(connections: dict[int, socket.socket]) -> None:
     for connection in connections.values():
         with contextlib.suppress(OSError):
             connection.send(_STATUS.pack(LEFT, 1))
-        connection.close()
-    connections.clear()
+    _close(connections)
 
 
 def _close(connections: dict[int, socket.socket]) -> None:

@@ -5,28 +5,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..base.errors import DeadlineExceeded, RanksDiffer
+from ..base.errors import DeadlineExceeded, RanksDiffer, describe
 from .barrier import Barrier
 from .memory.rendezvous import STORE
 
 _PURPOSE = "starting the process group: each rank's device"
-
-
-class Devices(Protocol):
-    """The kind of device that ranks compute on: a backend."""
-
-    mesh_device: str
-
-    def device_id(self) -> str | None:
-        """The name of this rank's device, unique among all devices of the job."""
 
 
 def gpu_index(
@@ -96,15 +86,15 @@ def rendezvous_url() -> str:
     return "odc://"
 
 
-def start_process_group(devices: Devices, timeout: timedelta) -> None:
+def start_process_group(timeout: timedelta, gpu_id: Callable[[], str | None] | None = None) -> None:
     """Where there is none: our launcher's process group, torchrun's, or that of any launcher that sets RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT; else a world of one. Chooses the rank's GPU. Collective.
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT; else a world of one. Collective. `gpu_id`: names the rank's GPU, uniquely
+    in the job, once it is chosen here; None on CPUs.
 
     Raises RanksDiffer if the ranks' devices are of different kinds, DeadlineExceeded if a rank does not arrive.
     """
-    on_gpu = devices.mesh_device == "cuda"
     if "RANK" not in os.environ:  # a notebook: a world of one takes the same path as any other
-        if on_gpu:
+        if gpu_id is not None:
             take_gpu()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -118,17 +108,14 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
         timeout_s=timeout.total_seconds(),
     )
     try:
-        if on_gpu:
+        mine = None
+        if gpu_id is not None:
             take_gpu()
-        mine = devices.device_id() if on_gpu else None
+            mine = gpu_id()
     except Exception as error:  # the other ranks must not wait for this one
-        barrier.post(_PURPOSE, {"refused": f"{type(error).__name__}: {error}"})
+        barrier.post(_PURPOSE, {"refused": f"rank {rank} has no device: {describe(error)}"})
         raise
-    messages = barrier.exchange(_PURPOSE, {"device": mine})
-    for peer, theirs in enumerate(messages):
-        if "refused" in theirs:
-            raise RanksDiffer(f"rank {peer} has no device: {theirs['refused']}")
-    kinds = group_kinds([theirs["device"] for theirs in messages])
+    kinds = group_kinds([theirs["device"] for theirs in barrier.exchange(_PURPOSE, {"device": mine})])
     store = dist.PrefixStore(f"default_pg/{number}", store)  # an earlier group has left its addresses in the store
     begun_s = time.monotonic()
     try:

@@ -27,7 +27,7 @@ from ..engine.minibatch import Participant, RefusesDeterminism, Trained
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
 from ..engine.unit import Passes
-from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
+from ..sharding.agree import AGREEING, agree, open_barrier, open_heap, refusing, require_module
 from ..sharding.backend import Backend, backend_of
 from ..sharding.collect import dtype_name
 from .automatic import Automatic, How, how_of
@@ -121,7 +121,7 @@ def convert(
     with refusing(barrier, _CONNECTED, call=_CALL):
         for each in engine.bridged:
             each.check_layout()
-    all_came(barrier, _CONNECTED, call=_CALL)
+    barrier.exchange(f"{_CALL}: {_CONNECTED}", {})
     _generate_alone(model)
     vars(model)["_odc_engine"] = engine
     if automatic is not None:
@@ -402,13 +402,11 @@ def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> MemoryLayout:
     gradient, size_bytes = place(added, compute_bytes)
     left = iter(gradient)
     return MemoryLayout(
-        world=grid.shards,
         parameters=tuple(spec for unit in units for spec in unit.specs()),
         compute=tuple(compute),
         gradient=tuple(next(left) if unit.trained else None for unit in units),
         size_bytes=size_bytes,
         compute_bytes=compute_bytes,
-        gradient_bytes=size_bytes - compute_bytes,
     )
 
 

@@ -6,7 +6,7 @@ This module interprets NVML's numbers (nvml.h); topology.py has those of pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -59,22 +59,11 @@ def read_topology(answers: Answers | None = None, cuda: Sequence[VisibleDevice] 
 
 
 def _from_cuda(seen: Sequence[VisibleDevice], missing: str) -> Topology:
-    devices = {
-        each.index: Gpu(
-            index=each.index,
-            cuda_index=each.index,
-            uuid=each.uuid,
-            name=each.name,
-            compute_capability=each.compute_capability,
-            memory_bytes=each.memory_bytes,
-        )
-        for each in seen
-    }
-    pairs = []
-    for one, other in combinations(seen, 2):
+    devices, pairs = tuple(replace(each, cuda_index=each.index) for each in seen), []
+    for one, other in combinations(devices, 2):
         reach = P2P.OK if other.index in one.peers and one.index in other.peers else P2P.NOT_SUPPORTED
-        pairs.append(Pair(one=devices[one.index], other=devices[other.index], read=reach, write=reach))
-    return Topology(devices=tuple(devices.values()), pairs=tuple(pairs), missing=missing)
+        pairs.append(Pair(one=one, other=other, read=reach, write=reach))
+    return Topology(devices=devices, pairs=tuple(pairs), missing=missing)
 
 
 def _device(answers: Answers, cuda_index: int | None) -> Gpu:
@@ -149,14 +138,9 @@ def _bus(bus_id: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisibleDevice:
-    """A GPU as CUDA numbers it in this process. `peers`: the indices whose memory it can map."""
+class VisibleDevice(Gpu):
+    """A GPU as CUDA numbers it in this process: `index`. `peers`: the indices whose memory it can map."""
 
-    index: int
-    uuid: str
-    name: str = ""
-    compute_capability: tuple[int, int] | None = None
-    memory_bytes: int | None = None
     peers: tuple[int, ...] = ()
 
 

@@ -106,7 +106,7 @@ def enable_packing(model: nn.Module) -> None:
     Raises PackingUnsupported if a check fails; the former attention is then restored; ValueError for PEFT's prompt
     tuning.
     """
-    name = type(model).__name__
+    name, inner = type(model).__name__, innermost(model)
     refuse_prompt_learning(model)
     if not hasattr(model, "set_attn_implementation"):
         raise PackingUnsupported(f"{name} is not a transformers model with a settable attention. {REMEDY}")
@@ -124,15 +124,15 @@ def enable_packing(model: nn.Module) -> None:
             ) from error
         enable_packing(probed)
         _separate(model)
-        give_token_scores(innermost(model))
-        follow_documents(innermost(model))
+        give_token_scores(inner)
+        follow_documents(inner)
         untyped(model).set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
-            setattr(innermost(model), name, getattr(innermost(probed), name))
+            setattr(inner, name, getattr(innermost(probed), name))
         if tell_by_positions in innermost(probed)._forward_pre_hooks.values():
-            innermost(model).register_forward_pre_hook(tell_by_positions, with_kwargs=True)
+            inner.register_forward_pre_hook(tell_by_positions, with_kwargs=True)
         return
-    give_token_scores(innermost(model))
+    give_token_scores(inner)
     former = _implementations(model.config)
     _separate(model)
     device = next(model.parameters()).device
@@ -143,10 +143,10 @@ def enable_packing(model: nn.Module) -> None:
                 _probe(model, device)
     except Exception as error:
         untyped(model).set_attn_implementation(former)
-        join_documents(innermost(model))
+        join_documents(inner)
         known = isinstance(error, PackingUnsupported)
         reason = str(error) if known else f"the probe raised {error!r}. {REMEDY}"
-        if not known and hasattr(innermost(model), "score") and not gives_token_scores(innermost(model)):
+        if not known and hasattr(inner, "score") and not gives_token_scores(inner):
             reason = f"it gives a score of each row, and none of single tokens. {REMEDY}"
         raise PackingUnsupported(f"{name} can't be trained on packs: {reason}") from error
     finally:
@@ -175,12 +175,13 @@ def refuse_prompt_learning(model: nn.Module) -> None:
 
 def _probe(model: Any, device: torch.device) -> None:
     """Leaves `model` on our attention; raises PackingUnsupported if it does not keep documents apart."""
-    by_length = follow_documents(innermost(model))  # which a document alone needs too
+    inner = innermost(model)
+    by_length = follow_documents(inner)  # which a document alone needs too
     first, second = 5, 7  # tokens of the two documents
     vocabulary = model.get_input_embeddings().num_embeddings
     routes = getattr(model.config.get_text_config(), "output_router_logits", False)
     options = {"output_router_logits": False} if routes else {}  # their loss would take the prepared mask for padding
-    options |= every_token(innermost(model))
+    options |= every_token(inner)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, first + second), generator=generator).to(device)
     other = ids.clone()
@@ -188,7 +189,7 @@ def _probe(model: Any, device: torch.device) -> None:
     positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
 
     def logits(ids: Tensor, positions: Tensor, **bounds: Any) -> Tensor:
-        positions = text_positions(innermost(model), positions)
+        positions = text_positions(inner, positions)
         return model(input_ids=ids, position_ids=positions, use_cache=False, **bounds, **options).logits.float()
 
     # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
@@ -215,18 +216,18 @@ def _probe(model: Any, device: torch.device) -> None:
     ends = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": second, "max_length_k": second}
     bounds["attention_mask"] = torch.empty(PREPARED_MASK, dtype=torch.bool, device=device)
-    innermost(model)._odc_prepared_mask = False
+    inner._odc_prepared_mask = False
     with contextlib.suppress(Exception):  # it then makes its own mask
         prepared = logits(ids, positions, **bounds)
-        innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
-    one = torch.arange(first + second, device=device)[None]
-    wanted = logits(ids, one)
-    if by_length or not (takes := _probe_branches(model, ids, wanted, tolerance)):
-        told = innermost(model).register_forward_pre_hook(tell_by_positions, with_kwargs=True)
-        # What samples share has other rotary frequencies in a longer one.
-        if not (takes := not by_length and _probe_branches(model, ids, wanted, tolerance)) and not by_length:
+        inner._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
+    # By length, what samples share has other rotary frequencies in a longer one.
+    takes = not by_length and _probe_branches(logits, ids, tolerance)
+    if not takes:
+        told = inner.register_forward_pre_hook(tell_by_positions, with_kwargs=True)
+        takes = not by_length and _probe_branches(logits, ids, tolerance)
+        if not takes and not by_length:
             told.remove()
-    innermost(model)._odc_takes_branches = takes
+    inner._odc_takes_branches = takes
 
 
 def _keeps_positions_apart(model: Any, seen: _Seen, run: Callable[[Tensor], Any], first: int, tolerance: float) -> bool:
@@ -254,24 +255,20 @@ def _alone(model: Any) -> int:
     return sum(kind in ("mlp", "moe") for kind in kinds)
 
 
-def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: float) -> bool:
+def _probe_branches(logits: Callable[..., Tensor], ids: Tensor, tolerance: float) -> bool:
     """True if a document that branches from another at token 4 has the same logits as without sharing. `ids`: of one
-    document; `wanted`: its logits.
+    document; `logits`: of ids and positions, by the model.
     """
     _register(packed_attention, packed_mask)
     length, start = ids.shape[1], 4
     ends = torch.tensor([0, length, 2 * length - start], dtype=torch.int32, device=ids.device)
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
-    positions = torch.arange(length, device=ids.device)
+    segments = (Segment(0, 0, length), Segment(1, start, length, parent=0))
+    positions = torch.arange(length, device=ids.device)[None]
+    wanted = logits(ids, positions)
     with contextlib.suppress(Exception):
-        found = model(
-            input_ids=torch.cat([ids, ids[:, start:]], dim=1),
-            position_ids=text_positions(innermost(model), torch.cat([positions, positions[start:]])[None]),
-            segments=(Segment(0, 0, length), Segment(1, start, length, parent=0)),
-            use_cache=False,
-            **every_token(innermost(model)),
-            **bounds,
-        ).logits.float()
+        both = (torch.cat([each, each[:, start:]], dim=1) for each in (ids, positions))
+        found = logits(*both, segments=segments, **bounds)
         return bool((found[:, length:] - wanted[:, start:]).abs().max() <= tolerance * wanted.abs().max())
     return False
 
@@ -333,13 +330,12 @@ _HEAD_WIDTHS = ("num_attention_heads", "num_key_value_heads", "hidden_size")
 _VOCABULARY = 64
 
 
-def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """A small model, in eval mode, for a transformers model that has no weights yet. The random state is kept.
+def stand_in(model: nn.Module) -> nn.Module:
+    """A small model on the CPU, in eval mode, for a transformers model without weights. The random state is kept.
 
     It has each kind of layer of `config.layer_types` (at least two layers), a vocabulary of 64, and one layer of any
-    other part, such as a vision tower. If the config has
-    plain heads it has few of them, as wide and grouped as the model's; if such a model can't be made, layers of full
-    width. Raises the errors of the model's class if neither can be made.
+    other part, such as a vision tower. If the config has plain heads it has few of them, as wide and grouped as the
+    model's; if such a model can't be made, layers of full width. Raises the errors of the model's class if neither can.
     """
     error: Exception | None = None
     for narrow in (True, False):
@@ -358,7 +354,7 @@ def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
                 warnings.simplefilter("ignore")  # about our sizes
                 made = type(model)(config).float().eval()
                 made(input_ids=torch.arange(4)[None], use_cache=False)
-            return made.to(device)
+            return made
         except Exception as raised:  # a class may refuse odd sizes with any error
             error = raised
     raise error

@@ -128,7 +128,7 @@ class PolicyReader:
                     self._pin()
                 number = self._settled()
                 found = take(self._tensors())
-                if self._is_still(number):
+                if {*self._begun.tolist()} == {number}:  # no owner has begun another weight update since
                     self.version = number
                     return found
         finally:
@@ -164,10 +164,6 @@ class PolicyReader:
                     f"publish equally often within {waited_s:.0f} s: {own if behind else 'does the job stand still?'}"
                 )
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
-
-    def _is_still(self, number: int) -> bool:
-        """True if no owner has begun another weight update since `number`."""
-        return set(self._begun.tolist()) == {number}
 
     def _require_job(self) -> None:
         """Raises PolicyUnavailable if the job has ended, or has dropped this reader."""

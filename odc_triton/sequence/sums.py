@@ -64,7 +64,6 @@ class SampleSums:
             rank=near.rank,
             world=near.world,
             size_bytes=size_bytes,
-            locks=0,
             token=f"{everyones[0]['token']}-{near.first}",
             timeout_s=barrier.timeout_s,
         )

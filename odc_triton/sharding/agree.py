@@ -101,8 +101,6 @@ def watched_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
     heap = SharedMemoryHeap(
         rank=grid.shard,
         world=grid.shards,
-        size_bytes=0,
-        locks=0,
         token=f"{token}-{grid.replica}",
         timeout_s=barrier.timeout_s,
         look=partial(look_for, barrier, grid.first, "the shared heap"),
@@ -134,13 +132,14 @@ def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: MemoryLayout,
 
 @contextmanager
 def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> Iterator[None]:
-    """Around work before the barrier `purpose` of `call`: reports an error to the ranks that wait there."""
+    """Around work before the barrier `purpose` of `call`: the ranks that wait there raise RanksDiffer for an error."""
     try:
         yield
     except (RankLost, DeadlineExceeded):  # of a barrier within: peers see it for themselves
         raise
     except Exception as error:
-        barrier.post(f"{call}: {purpose}", {"refused": describe(error)})
+        refused = f"{call}: rank {barrier.rank} could not shard its model: {describe(error)}"
+        barrier.post(f"{call}: {purpose}", {"refused": refused})
         raise
 
 
@@ -161,7 +160,7 @@ def agree(
     """
     digest, lines = plan.fingerprint({name: str(value) for name, value in options.items()})
     mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index()}
-    messages = _exchange(barrier, AGREEING, {"digest": digest, "host": host_name(), **mine}, call)
+    messages = barrier.exchange(f"{call}: {AGREEING}", {"digest": digest, "host": host_name(), **mine})
     if len({theirs["digest"] for theirs in messages}) > 1:
         details = barrier.exchange(f"{call}: the first difference", {"lines": lines})
         rank = next((rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest), 0)
@@ -177,7 +176,7 @@ def agree(
         problem = device.unusable_peers(devices)
         tuned = None if reader is None else reader.tuned_tables(device.place(devices))
     digest = "" if tuned is None else tuned.digest
-    found = _exchange(barrier, _PEERS, {"problem": problem, "tuned": digest}, call)
+    found = barrier.exchange(f"{call}: {_PEERS}", {"problem": problem, "tuned": digest})
     for rank, theirs in enumerate(found):
         if theirs["problem"] is not None:
             raise RuntimeError(f"{call}: rank {rank} finds that {theirs['problem']}")
@@ -188,19 +187,6 @@ def agree(
         )
     indices = [theirs["index"] for theirs in together]
     return Agreed(token=messages[0]["token"], devices=devices, indices=indices, tuned=tuned)
-
-
-def all_came(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> None:
-    """All ranks got this far. Raises RanksDiffer on all of them if one was `refusing`."""
-    _exchange(barrier, purpose, {}, call)
-
-
-def _exchange(barrier: Barrier, purpose: str, message: dict[str, Any], call: str) -> list[dict[str, Any]]:
-    messages = barrier.exchange(f"{call}: {purpose}", message)
-    for rank, theirs in enumerate(messages):
-        if "refused" in theirs:
-            raise RanksDiffer(f"{call}: rank {rank} could not shard its model: {theirs['refused']}")
-    return messages
 
 
 _DIMENSIONS = ("replicate", "shard")
@@ -220,7 +206,7 @@ def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | Non
     timeout = timedelta_of(timeout)
     chosen = backend_of(backend, None)
     if not dist.is_initialized():
-        start_process_group(chosen, timeout)
+        start_process_group(timeout, chosen.device_id if chosen.mesh_device == "cuda" else None)
     elif chosen.mesh_device == "cuda":
         take_gpu()
     hosts, world = _hosts(timeout), dist.get_world_size()

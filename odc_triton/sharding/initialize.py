@@ -26,7 +26,7 @@ from ..comm.replicas import Replicas
 from ..engine.module import ODCModule
 from ..engine.parameter import Residency, ShardedParameter, Slot
 from ..nn.operand import kept_dtype
-from .agree import all_came, look_for, refusing
+from .agree import look_for, refusing
 from .collect import FoundParameter, dtype_name
 
 _PURPOSE = "initial values"
@@ -73,7 +73,7 @@ def write_initial_values(
         # Ranks that had the same random state keep the same one: rank 0 has drawn for all of them.
         if torch.equal(random_state, state_before):
             torch.set_rng_state(state_after.clone())
-        all_came(barrier, _PURPOSE)
+        relay.all_came()
     if names := writer.without_initialiser:
         warnings.warn(
             f"{len(names)} tensors hold NaN until loaded, because their modules have no initialiser here: "
@@ -118,7 +118,7 @@ class _Relay:
     def __init__(self, *, token: str, heap: SymmetricHeap, barrier: Barrier, replicas: Replicas) -> None:
         self.is_source = barrier.rank == 0
         self._token, self._heap, self._barrier, self._replicas = token, heap, barrier, replicas
-        self._all_came = partial(all_came, barrier, _PURPOSE)
+        self.all_came = partial(barrier.exchange, f"fully_shard: {_PURPOSE}", {})
 
     def allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of these shapes and dtypes, on the host, that the replica's ranks share until all drop them."""
@@ -126,12 +126,11 @@ class _Relay:
             return []
         described = [(tuple(each.shape), dtype_name(each.dtype), each.itemsize) for each in tensors]
         regions, size_bytes = place_regions(described, world=1, apart=False)
-        self._all_came()  # nobody waits for the memory of a rank that failed
+        self.all_came()  # nobody waits for the memory of a rank that failed
         memory = SharedMemoryHeap(
             rank=self._heap.rank,
             world=self._heap.world,
             size_bytes=size_bytes,
-            locks=0,
             token=f"{self._token}-{self._barrier.passed}",
             timeout_s=self._barrier.timeout_s,
             look=partial(look_for, self._barrier, self._heap.first, _PURPOSE),
@@ -142,10 +141,10 @@ class _Relay:
     def publish(self, shared: Sequence[torch.Tensor]) -> None:
         """The source has written these tensors, which a replica's ranks share: afterwards all ranks may read them."""
         if self._replicas.count > 1:
-            self._all_came()  # nobody waits in a collective for a rank that failed
+            self.all_came()  # nobody waits in a collective for a rank that failed
             for tensor in shared if self._heap.rank == 0 else ():
                 self._replicas.broadcast(tensor)
-        self._all_came()
+        self.all_came()
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The source's `tensors`, to be read only. Other ranks give tensors of the same shapes and dtypes."""

@@ -135,7 +135,9 @@ def fully_shard(
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
-        root, units = (module, None) if modules[0] is module else _together(modules)
+        root, units = module, None
+        if modules[0] is not module:  # a parent, for the time of sharding, in which each is a unit
+            root, units = nn.ModuleList(modules), [str(place) for place in range(len(modules))]
         if (ours := next((each for each in root.modules() if hasattr(each, "adapt_wrappers")), None)) is not None:
             untyped(ours).adapt_wrappers(root)
         with refusing(barrier, AGREEING):
@@ -196,11 +198,6 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
             raise TypeError(f"fully_shard takes nn.Modules; the list holds a {type(each).__name__}")
     inside = {id(below) for each in modules for below in list(each.modules())[1:]}
     return [each for each in dict.fromkeys(modules) if id(each) not in inside]
-
-
-def _together(modules: list[nn.Module]) -> tuple[nn.Module, list[str]]:
-    """A parent of the modules, for the time of sharding, and their names in it: each is a unit."""
-    return nn.ModuleList(modules), [str(place) for place in range(len(modules))]
 
 
 def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Parameter]) -> None:

@@ -42,12 +42,6 @@ def test_rows_are_torch_chunks(rows: int, world: int) -> None:
     assert [list(range(*shard_rows(rows, world, rank))) for rank in range(world)] == want
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_rank_outside(rank: int) -> None:
-    with pytest.raises(ValueError, match=rf"rank is {rank}; it must be in 0\.\.1"):
-        shard_rows(4, 2, rank)
-
-
 @pytest.mark.parametrize("classes", [(), ("Block",)])
 def test_each_of_twelve_blocks_is_a_unit(classes: tuple[str, ...]) -> None:
     """Not layers.10 a part of layers.1; of nested blocks the outermost."""

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from odc_triton import begin_minibatch, end_minibatch, full_parameters, fully_shard, minibatch, use_odc
-from odc_triton.base.errors import OdcError
 from odc_triton.comm import barrier
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import LEFT
 from tests.support import bridged, leftovers, ranks
 from tests.support.blocks import batch, build
 from tests.support.deadlines import LONG_S, SHORT_S, until
-from tests.support.refusals import caught
+from tests.support.refusals import caught, ended
 
 
 def _raise(text: str) -> None:
@@ -114,15 +113,6 @@ def test_interrupted() -> None:
     assert "start again from the last checkpoint" in second[1]
 
 
-def _guarded(action) -> tuple[str, list[int], str, float]:
-    start_s = time.monotonic()
-    try:
-        action()
-    except OdcError as error:
-        return type(error).__name__, getattr(error, "ranks", []), str(error), time.monotonic() - start_s
-    return "no error", [], "", time.monotonic() - start_s
-
-
 def _look_late(board) -> None:
     """This rank is interrupted once it has seen that nobody has left, until rank 0 has."""
     seen = board.seen
@@ -168,7 +158,7 @@ def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -
         model(batch(0)).sum().backward()
         end_minibatch(model)
 
-    return *_guarded(action), lines
+    return *ended(action), lines
 
 
 @pytest.mark.parametrize("where", ["fully_shard", "evaluation"])
@@ -203,7 +193,7 @@ def _leaving(rank: int, world: int, exits: bool) -> tuple:
             with minibatch(model):
                 model(batch(0)).sum().backward()
 
-    result = _guarded(action)
+    result = ended(action)
     if rank == 1 and not exits:
         time.sleep(LONG_S)
     return result
@@ -253,7 +243,7 @@ def _struck(rank: int, world: int, number: int, victim: int, where: str, folder:
                 optimizer.register_step_pre_hook(strike)
             optimizer.step()
 
-    return _guarded(action)
+    return ended(action)
 
 
 @pytest.mark.parametrize("where", ["forward", "lock"])
@@ -290,7 +280,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
             (Barrier, "exchange") if "barrier" in where else (heap, "send_files" if rank == 0 else "receive_files")
         )
         setattr(place, name, die)
-    return _guarded(lambda: shard(model, timeout=LONG_S))
+    return ended(lambda: shard(model, timeout=LONG_S))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +318,7 @@ def _works_on(rank: int, world: int) -> tuple:
                 done.append(number)
                 time.sleep(0.01)
 
-    outcome = _guarded(action)
+    outcome = ended(action)
     return len(done), *outcome
 
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from odc_triton import fully_shard, minibatch, own_mesh, serving
-from odc_triton.base.errors import OdcError
 from odc_triton.checkpoint import save_pretrained
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.api import engine_of
@@ -26,9 +25,9 @@ from tests.support import leftovers, ranks, slow
 from tests.support.adapters import adapted, adapters, frozen, train
 from tests.support.deadlines import LONG_S, SHORT_S, until
 from tests.support.models import microbatches
+from tests.support.refusals import ended
 
 LONG = 10**6  # steps: more than any test waits for
-Ended = tuple[str, list[int], str, float]
 
 
 def _made(group: list[int], base: nn.Module | None, timeout_s: float = LONG_S) -> tuple[nn.Module, Any]:
@@ -40,16 +39,8 @@ def _step(model: nn.Module, optimizer: Any, step: int, moments: Callable[[str], 
     train(model, optimizer, microbatches("qwen2", [4, 3], step), partial(minibatch, model, tokens=1), moments)
 
 
-def _end_of(work: Callable[[], None]) -> Ended:
+def _killed(rank: int, world: int, victim: int, where: str, folder: Path) -> tuple[str, list[int], str, float]:
     """(kind, ranks, text) of the error, and when it came."""
-    try:
-        work()
-    except (OdcError, ValueError, KeyboardInterrupt, SystemExit) as error:
-        return type(error).__name__, getattr(error, "ranks", []), str(error), time.time()
-    return "no error", [], "", time.time()
-
-
-def _killed(rank: int, world: int, victim: int, where: str, folder: Path) -> Ended:
     group, base = [[0, 1], [2, 3]][rank // 2], fully_shard(frozen(), timeout=LONG_S)
     barrier = engine_of(base).barrier
 
@@ -74,7 +65,7 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: Path) -> End
                 until(lambda: sum(each > barrier.passed for each in barrier._reached.seen()) >= world - 1)
             moments("serving")
 
-    return _end_of(work)
+    return *ended(work)[:3], time.time()
 
 
 def _loaded(rank: int, world: int, folder: Path) -> list[bool]:
@@ -107,7 +98,7 @@ def test_a_rank_is_killed(victim: int, where: str, tmp_path: Path) -> None:
     assert ranks.run(_loaded, 1, tmp_path) == [[True] * 16]
 
 
-def _leaves(rank: int, world: int, how: str) -> tuple[Ended, list[torch.Tensor]]:
+def _leaves(rank: int, world: int, how: str) -> tuple[tuple, list[torch.Tensor]]:
     """Rank 1 does between two steps; adapters of a rank that has made its steps."""
     group, values = [[0, 1], [0, 1], [2], [3]][rank], []
     timeout_s = 2 * SHORT_S if how in ("stops", "works") else LONG_S
@@ -130,7 +121,7 @@ def _leaves(rank: int, world: int, how: str) -> tuple[Ended, list[torch.Tensor]]
                 _step(model, optimizer, step)
             values.extend(each.to_local().clone() for each in adapters(model).values())
 
-    return _end_of(work), values
+    return ended(work), values
 
 
 def _plain(rank: int) -> list[torch.Tensor]:

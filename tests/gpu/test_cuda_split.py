@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from tests.gpu.marks import MARKS, ONE_GPU, take_gpu
 from tests.support import ranks
-from tests.support.splitting import DEALS, Setup, build, distance, gradients, packs_of, run, sharded, step_on
+from tests.support.parity import whole_model_error
+from tests.support.splitting import DEALS, Setup, build, gradients, packs_of, run, sharded, step_on
 
 pytestmark = MARKS
 NAMED_WITHIN_S = 10
@@ -82,7 +83,7 @@ def test_bf16_is_as_good_as_on_whole_samples() -> None:
     half = replace(exact, half=True)
     want = _whole(exact)[1]
     whole, segments = _whole(half)[1], ranks.run(_on_gpu, 2, half, False)[0][1]
-    assert distance(segments, want) <= 1.2 * distance(whole, want)
+    assert whole_model_error(segments, want) <= 1.2 * whole_model_error(whole, want)
 
 
 def _without_host_waits(rank: int, world: int) -> dict[str, torch.Tensor]:

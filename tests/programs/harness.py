@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -132,6 +132,22 @@ def compared(program: Program, plain: Run, odc: Run) -> Outcome:
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps([*before, {"at": time.time()} | asdict(outcome)], indent=1) + "\n")
     return outcome
+
+
+def assert_goes_on(program: Program, folder: Path, resume: Callable[[Path], Sequence[str]], *, within: float) -> None:
+    """Each way trains as the other, and continues from what the other saved after half of six steps, by the words
+    `resume` of its folder.
+    """
+    plain, odc = run(program, folder / "plain"), run(program, folder / "odc", with_odc=True)
+    compared(program, plain, odc).assert_trained(steps=6, within=within)
+    from_plain, from_odc = (
+        replace(program, name=f"{program.name}, continued", words=[*program.words, *resume(first.folder)])
+        for first in (plain, odc)
+    )
+    then_odc = run(from_plain, folder / "plain, odc", with_odc=True)
+    compared(from_plain, plain, then_odc).assert_trained(steps=3, within=within)
+    then_plain = run(from_odc, folder / "odc, plain")
+    assert largest_difference(plain.weights(), then_plain.weights()) <= within
 
 
 def run(program: Program, folder: Path, *, with_odc: bool = False) -> Run:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.harness import Program, compared, largest_difference, run, script
+from tests.programs.harness import Program, assert_goes_on, compared, run, script
 
 WITHIN = {"sgd": 1e-12, "adamw": 1e-5}  # in float64, and in float32 as test_transformers.py says
 ONE_PROCESS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
@@ -25,30 +25,16 @@ def _program(name: str, words: list[str], model: Path) -> Program:
     )
 
 
-def _assert_goes_on(program: Program, saved: str, folder: Path, *, within: float) -> None:
-    """Each way trains as the other, and continues from what the other saved after half of six steps."""
-    plain, odc = run(program, folder / "plain"), run(program, folder / "odc", with_odc=True)
-    compared(program, plain, odc).assert_trained(steps=6, within=within)
-
-    def resumed(first: str) -> Program:
-        return replace(program, name=f"{program.name}, continued", words=[*program.words, str(folder / first / saved)])
-
-    then_odc = run(resumed("plain"), folder / "plain, odc", with_odc=True)
-    compared(resumed("plain"), plain, then_odc).assert_trained(steps=3, within=within)
-    then_plain = run(resumed("odc"), folder / "odc, plain")
-    assert largest_difference(plain.weights(), then_plain.weights()) <= within
-
-
 @pytest.mark.parametrize("optimizer", WITHIN)
 def test_trainer(optimizer: str, model: Path, tmp_path: Path) -> None:
     program = _program(f"Lightning Trainer, {optimizer}", [script("lightning_trainer.py"), optimizer], model)
-    _assert_goes_on(program, "epoch=0.ckpt", tmp_path, within=WITHIN[optimizer])
+    assert_goes_on(program, tmp_path, lambda saved: [str(saved / "epoch=0.ckpt")], within=WITHIN[optimizer])
 
 
 @pytest.mark.parametrize("optimizer", WITHIN)
 def test_fabric(optimizer: str, model: Path, tmp_path: Path) -> None:
     program = _program(f"Fabric, {optimizer}", [script("fabric.py"), optimizer, "even"], model)
-    _assert_goes_on(program, "checkpoint", tmp_path, within=WITHIN[optimizer])
+    assert_goes_on(program, tmp_path, lambda saved: [str(saved / "checkpoint")], within=WITHIN[optimizer])
 
 
 @pytest.mark.parametrize("optimizer", WITHIN)

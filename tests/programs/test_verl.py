@@ -137,9 +137,7 @@ def _train_alone(model: nn.Module, steps: list[Step]) -> None:
         optimizer.zero_grad()
 
 
-# ---------------------------------------------------------------------- verl.trainer.sft_trainer
-
-SFT = (
+SFT = (  # of verl.trainer.sft_trainer
     "data.train_batch_size=16 data.use_dynamic_bsz=True data.max_token_len_per_gpu=150 data.num_workers=0 "
     "data.ignore_input_ids_mismatch=True model.use_remove_padding=False engine.strategy=fsdp2 optim.lr=1e-3 "
     "engine.use_torch_compile=False +engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32} "

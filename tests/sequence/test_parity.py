@@ -18,7 +18,7 @@ from odc_triton.sequence.sync import HostSync, Wait
 from tests.support import ranks
 from tests.support.flash import Flash
 from tests.support.parity import relative, whole_model_error
-from tests.support.splitting import DEALS, Setup, distance, packs_of, plain, run, sharded
+from tests.support.splitting import DEALS, Setup, packs_of, plain, run, sharded
 from tests.support.varlen import Varlen
 
 FP64 = torch.float64
@@ -168,7 +168,7 @@ def test_bf16_is_as_good_as_on_whole_samples() -> None:
     want = plain(exact)[1]
     ((_, whole, _),) = ranks.run(run, 1, replace(half, deal="whole"))
     (_, segments, _), _ = ranks.run(run, 2, half)
-    assert 1e-3 < distance(segments, want) <= 1.2 * distance(whole, want)
+    assert 1e-3 < whole_model_error(segments, want) <= 1.2 * whole_model_error(whole, want)
 
 
 def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:

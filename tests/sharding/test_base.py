@@ -44,7 +44,7 @@ from tests.support.adapters import adapted, adapters, frozen, train
 from tests.support.families import causal_lm, with_lora
 from tests.support.gradients import gradients_of
 from tests.support.models import build, microbatches
-from tests.support.parity import packed
+from tests.support.parity import packed, whole_model_error
 from tests.support.refusals import caught
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -244,7 +244,7 @@ def _split(rank: int, world: int) -> float:
         packs = pack_collate([[each] for each in splitting.samples(setup)])
         for pack in packs:
             (summed_loss(plain, pack) / count_target_tokens(packs)).backward()
-        return splitting.distance(got, gradients_of(plain))
+        return whole_model_error(got, gradients_of(plain))
 
 
 def _experts(rank: int, world: int) -> float:
@@ -264,7 +264,7 @@ def _experts(rank: int, world: int) -> float:
         with minibatch(model, tokens=1):
             for each in (model, plain) * 2:
                 each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return splitting.distance(gradients_of(model), gradients_of(plain))
+        return whole_model_error(gradients_of(model), gradients_of(plain))
 
 
 def _dropped(rank: int, world: int) -> float:
@@ -284,7 +284,7 @@ def _dropped(rank: int, world: int) -> float:
             with minibatch(model, tokens=1):
                 for each in (model, plain):
                     each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            distances.append(splitting.distance(gradients_of(model), gradients_of(plain)))
+            distances.append(whole_model_error(gradients_of(model), gradients_of(plain)))
         return max(distances)
 
 
@@ -354,7 +354,7 @@ def _own_adapters(rank: int, world: int) -> float:
         save_pretrained(model, f"{folder}/adapter")
         saved = load_file(f"{folder}/adapter/adapter_model.safetensors")
     values = {key.replace(".default", ""): each for key, each in adapters(adapted(seed=rank)).items()}
-    return splitting.distance(saved, values)
+    return whole_model_error(saved, values)
 
 
 @pytest.mark.parametrize(

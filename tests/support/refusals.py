@@ -1,8 +1,9 @@
-"""The message of a refused action, and whether it is the expected one."""
+"""The message of a refused action, and whether it is the expected one; how an action ends on a rank."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,16 @@ def caught(action: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def ended(action: Callable[[], object]) -> tuple[str, list[int], str, float]:
+    """The kind of an action's error, the ranks that it names, its text; and how many seconds the action took."""
+    start_s, end = time.monotonic(), ("no error", [], "")
+    try:
+        action()
+    except (RuntimeError, ValueError, MemoryError, KeyboardInterrupt, SystemExit) as error:
+        end = type(error).__name__, getattr(error, "ranks", []), str(error)
+    return *end, time.monotonic() - start_s
 
 
 def net(width: int = 6) -> nn.Module:

@@ -165,12 +165,6 @@ def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
     return model
 
 
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Of all gradients together, relative."""
-    off = [(found[name].float() - each).norm() for name, each in wanted.items()]
-    return float(torch.stack(off).norm() / torch.stack([each.norm() for each in wanted.values()]).norm())
-
-
 def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
     def go_wrong(module: nn.Module, given: tuple, output: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory for 3 GiB")

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.families import with_lora
 from tests.support.models import build
+from tests.support.parity import whole_model_error
 
 LENGTHS = [5, 17, 9, 26, 3, 12, 7, 21, 4, 15, 6, 11]
 STEPS = 5
@@ -95,8 +96,7 @@ def assert_weights_alike(
 ) -> None:
     """By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate."""
     assert found.keys() == want.keys()
-    error = sum((found[name] - value).square().sum() for name, value in want.items()).sqrt()
-    assert error <= tolerance * sum(value.square().sum() for value in want.values()).sqrt()
+    assert whole_model_error(found, want) <= tolerance
 
 
 def logs(trainer: Any, key: str) -> list[float]:

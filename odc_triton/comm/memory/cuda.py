@@ -49,9 +49,8 @@ class CudaHeap(SymmetricHeap):
         self.rank, self.world = rank, world
         self._group, self._shared_device = group, shared_device
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._host = SharedMemoryHeap(
-            rank=rank, world=world, size_bytes=0, locks=0, token=f"{token}-status", timeout_s=timeout_s, look=look
-        )
+        status = f"{token}-status"
+        self._host = SharedMemoryHeap(rank=rank, world=world, token=status, timeout_s=timeout_s, look=look)
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         # Nothing here is sent to all peers at once; setting up multicast is slow and takes slots of the switch.
