@@ -8,6 +8,7 @@ import math
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sft_run import SftRun
 from odc_triton.nn import LMHead
 from odc_triton.packs.collate import count_target_tokens, pack_collate
+from odc_triton.plan.cost import CostModel
 from odc_triton.plan.decoder import Decoder
+from odc_triton.plan.order import Mix
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
 from odc_triton.sharding.shard_module import fully_shard
@@ -64,7 +67,9 @@ def train(rank: int, world: int, jobs: list[SftOptions], folder: Path) -> list[t
     for wanted in jobs:
         model = _model()
         replace(model, wanted, rank)
-        run = SftRun(options=wanted, model=fully_shard(model), data=TokenizedDataset.load(folder / "data.npz"))
+        data, cost = TokenizedDataset.load(folder / "data.npz"), CostModel.paper_7b()
+        prepared: Any = SimpleNamespace(data=data, evaluation=None, mix=Mix((len(data),)), identity={})
+        run = SftRun(options=wanted, model=fully_shard(model), teacher=None, prepared=prepared, cost=cost)
         losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
         found.append((losses, dict(full_parameters(run.model)), run.state.sampler))
     return found

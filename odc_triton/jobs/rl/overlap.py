@@ -22,7 +22,6 @@ from ...plan.entries import Entry, named
 from ...plan.plan import Plan
 from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
-from ...plan.samples import Samples
 from ...step import StepPart
 from ..launcher.launch import Interrupted
 from .generation import SamplingOptions
@@ -95,8 +94,6 @@ class OverlappedRollout(Participant):
         if self._arrivals.rest and self._ended is None:
             yield from self._timed(self._rest())
 
-    # ------------------------------------------------------------------ afterwards
-
     def rollout(self) -> Rollout:
         return self.sampler.joined(self._slots, self._made.values())
 
@@ -104,8 +101,6 @@ class OverlappedRollout(Participant):
         """From the minibatch's beginning until the last completion came; of these, how long this rank computed."""
         hidden_s = sum(max(min(end_s, self._last_s) - start_s, 0.0) for start_s, end_s in self._computed)
         return self._last_s - self._start_s, hidden_s
-
-    # ------------------------------------------------------------------ sampling
 
     def _begin_sampling(self) -> None:
         sampler = self.sampler
@@ -140,8 +135,6 @@ class OverlappedRollout(Participant):
                 self._error = error
                 with contextlib.suppress(Exception):  # the store is gone, which every rank finds out
                     log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
-
-    # ------------------------------------------------------------------ packs
 
     def _read(self) -> None:
         for message in self._log.read():
@@ -218,11 +211,8 @@ class OverlappedRollout(Participant):
 
     def _rest(self) -> Iterable[list[Entry]]:
         """This rank's packs of what is left, of which other ranks may compute segments."""
-        numbers, lengths = zip(*self._arrivals.rest.items(), strict=True)
-        samples = [self._batch.samples[number] for number in numbers]
-        relatives = find_relatives(samples) if self._shares_prefixes else None
-        tokens = self.planner.limits.checked(lengths)
-        rows = Samples.of(tokens, self.cost, names=numbers, prefixes=relatives)
+        limits, shares = self.planner.limits, self._shares_prefixes
+        rows = self._batch.rows([*self._arrivals.rest], limits, self.cost, shares_prefixes=shares)
         own = self.planner.packs(rows, self.engine.rank)
         self.plan = own.plan
         self.engine.give(split=own.split)
@@ -233,8 +223,6 @@ class OverlappedRollout(Participant):
             start_s = time.time()
             yield pack
             self._computed.append((start_s, time.time()))
-
-    # ------------------------------------------------------------------ the minibatch
 
     def leave(self) -> None:
         if self._log is None:
