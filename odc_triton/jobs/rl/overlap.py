@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...base.errors import GenerationAborted, RolloutStopped
@@ -55,17 +55,9 @@ class OverlappedRollout(Participant):
         self._log: Log | None = None
         self._opened = 0
 
-    def open(
-        self,
-        slots: list[PromptSlot],
-        options: SamplingOptions,
-        batch: Learned,
-        *,
-        decode: int,
-        stop: Callable[[], int | None],
-    ) -> None:
+    def open(self, slots: list[PromptSlot], options: SamplingOptions, batch: Learned) -> None:
         """On all ranks, with the arguments of `Sampler.roll_out`. `batch` gets what is learned."""
-        self._slots, self._options, self._batch, self._decode, self._stop = slots, options, batch, decode, stop
+        self._slots, self._options, self._batch = slots, options, batch
         self._key = f"overlapped/{self._opened}"
         self._opened += 1
         counter, planner = self.sampler.counter, self.planner
@@ -104,7 +96,7 @@ class OverlappedRollout(Participant):
 
     def _begin_sampling(self) -> None:
         sampler = self.sampler
-        together, threads = sampler.together(self._slots, self._decode), 1
+        together, threads = sampler.together(self._slots), 1
         if not sampler.completions.samples_remotely:
             self._sample(together)
             return
@@ -122,11 +114,11 @@ class OverlappedRollout(Participant):
         """Samples and scores prompts until none is left."""
         sampler, rank, log = self.sampler, self.engine.rank, self._log
         try:
-            while log is self._log and not self._is_closed and self._stop() is None:
+            while log is self._log and not self._is_closed and sampler.stop() is None:
                 if not (taken := sampler.take(self._key, len(self._slots), together)):
                     return
                 log.write({"took": [*taken], "rank": rank})
-                for each in sampler.complete(taken, self._slots, self._options, self._stop):
+                for each in sampler.complete(taken, self._slots, self._options):
                     log.write({"came": each, "at_s": time.time()})
         except (Interrupted, GenerationAborted):  # in a rollout function; because of another thread, which says why
             pass
@@ -186,7 +178,7 @@ class OverlappedRollout(Participant):
         """What this rank computes next."""
         self._read()
         waits = self._arrivals.left and self._ended is None and not self._log.is_behind
-        if waits and (signal := self._stop()) is not None:
+        if waits and (signal := self.sampler.stop()) is not None:
             self._log.write({"ended": {"rank": self.engine.rank, "stop": signal}})
             self._read()
         is_known = bool(own) or self._arrivals.is_over or self._ended is not None

@@ -16,6 +16,7 @@ from ...packs.enable import innermost, takes_branches
 from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
 from ...plan.cost import CostModel
+from ...plan.order import in_passes
 from ...plan.planner import Planner, make_plan
 from ...plan.samples import Limits, Samples
 from ...plan.split import readable_tokens
@@ -30,7 +31,7 @@ from ..rl.learned import Learned
 from ..rl.overlap import HiddenTime, OverlappedRollout
 from ..rl.policy_gradient import PolicyGradient
 from ..rl.policy_loss import LearningRule, PolicyLoss, advantages
-from ..rl.prompts import Prompts, completion_seed, prompts_of_step
+from ..rl.prompts import Prompts, completion_seed
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
@@ -83,6 +84,8 @@ class GrpoRun(Run):
             counter=shared_counter(options, grid),
             tokenizer=prepared.tokenizer,
             function=None if options.rollout is None else self._function(options.rollout),
+            decode=options.decode_at_once,
+            stop=lambda: self.stop_signal.signal,
         )
         models = [each for each in (model, reference, teacher) if each is not None]
         able = all(takes_branches(innermost(each)) for each in models)
@@ -183,7 +186,7 @@ class GrpoRun(Run):
     def _in_phases(self) -> Stepped | int:
         """A rollout, then the updates; or the signal for which the ranks stop."""
         options = self.options
-        made = self.sampler.roll_out(self._slots(), self._sampling(options.temperature), **self._limits)
+        made = self.sampler.roll_out(self._slots(), self._sampling(options.temperature))
         if isinstance(made, int):
             return made
         batch = Learned.of(made, self.rule, options.scale_rewards)
@@ -203,7 +206,7 @@ class GrpoRun(Run):
     def _overlapping(self) -> Stepped | int:
         """The update while others still sample; or the signal for which the ranks stop."""
         start_s, batch, overlapped = time.monotonic(), Learned(rule=self.rule), self.overlapped
-        overlapped.open(self._slots(), self._sampling(self.options.temperature), batch, **self._limits)
+        overlapped.open(self._slots(), self._sampling(self.options.temperature), batch)
         objective, hidden = self.objective(batch=batch), HiddenTime(overlapped)
         try:
             report = self.step(overlapped, objective, collate=objective.collate, parts=[hidden])
@@ -217,7 +220,7 @@ class GrpoRun(Run):
     def _slots(self) -> list[PromptSlot]:
         """The step's prompts."""
         options, step = self.options, self.state.step
-        chosen = prompts_of_step(self.mix, step, per_step=self.per_step, seed=options.seed)
+        chosen = in_passes(self.mix, step, self.per_step, seed=f"prompts {options.seed}")
         return [
             PromptSlot(
                 prompt=self.data[index],
@@ -226,11 +229,6 @@ class GrpoRun(Run):
             )
             for place, index in enumerate(chosen)
         ]
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        """Of a rollout."""
-        return {"decode": self.options.decode_at_once, "stop": lambda: self.stop_signal.signal}
 
     def _sampling(self, temperature: float) -> SamplingOptions:
         return SamplingOptions(
@@ -242,7 +240,7 @@ class GrpoRun(Run):
         of = self.evaluation
         slots = [PromptSlot(prompt=prompt, seeds=[0], columns=of.columns) for prompt in of]
         self.sampler.completions.sync(self.model)
-        made = self.sampler.roll_out(slots, self._sampling(0.0), **self._limits)
+        made = self.sampler.roll_out(slots, self._sampling(0.0))
         self.idle.restart()
         if isinstance(made, int):
             self.stop = made

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +20,8 @@ from ...packs.pack_loader import tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.cost import CostModel
 from ...plan.entries import Entry
-from ...plan.plan import MinibatchPacks
 from ...plan.planner import make_plan
-from ...plan.queue import QUEUE, QueuedPacks
+from ...plan.queue import QUEUE
 from ...plan.relatives import Relatives, find_relatives
 from ...plan.sampler import MinibatchSampler
 from ...plan.samples import Limits, Samples
@@ -89,7 +90,7 @@ class SftRun(Run):
             self._enable_split(teacher, cuts)
         self.teacher = self.teacher_of(teacher)
         self.objective = CrossEntropy() if self.teacher is None else Distillation(teacher=self.teacher)
-        self._epoch = iter(self.sampler)
+        self._minibatches = chain.from_iterable(repeat(self.sampler))  # this rank's packs, of one epoch after another
 
     def _relatives(self, cost: CostModel) -> Relatives:
         """Who shares how much. Rank 0 prints the sum."""
@@ -113,8 +114,8 @@ class SftRun(Run):
                 checked += [max(measured, key=lambda each: (each[1] > cap, each[place])) for place in (1, 2)]
         for _, length, floor in checked:
             if length > cap and not self.options.split_tokens:
-                needed = readable_tokens([length], floors=[floor], ranks=shards, samples=1, **self._limits)
-                tokens = max(tokens, needed)
+                how = {"token_cap": cap, "cost": self.sampler.cost}
+                tokens = max(tokens, readable_tokens([length], floors=[floor], ranks=shards, samples=1, **how))
         for number, length, floor in checked:
             limits = Limits(ranks=shards, token_cap=cap, split_tokens=tokens)
             sample = Samples.of(limits.checked([length]), self.sampler.cost, names=[number], earliest_cuts=[floor])
@@ -122,18 +123,6 @@ class SftRun(Run):
         for model in (self.model, teacher):
             if model is not None:
                 enable_split(model, tokens, cuts=cuts or CUTS)
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        return {"token_cap": self.sampler.token_cap, "cost": self.sampler.cost}
-
-    def next_packs(self) -> MinibatchPacks | QueuedPacks:
-        """This rank's packs of the next minibatch. Starts a new epoch when one ends."""
-        own = next(self._epoch, None)
-        if own is None:
-            self._epoch = iter(self.sampler)
-            own = next(self._epoch)
-        return own
 
     @staticmethod
     def _collate_of(data: PreparedSamples) -> Callable[[list[Entry]], Pack]:
@@ -143,7 +132,7 @@ class SftRun(Run):
     def train_step(self) -> Metrics:
         start_s = time.monotonic()
         collate, has_images = self._collate_of(self.data), self.data.images is not None
-        report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_images)
+        report = self.step(partial(next, self._minibatches), self.objective, collate=collate, ahead=has_images)
         tokens, more = report.terms, {}
         if router_weight(self.model):
             more["aux_loss"] = report.sums["router"] / self.per_step
@@ -190,5 +179,4 @@ class SftRun(Run):
     def resume(self, saved: dict[str, Any], where: Path) -> str:
         changed = super().resume(saved, where)
         self.sampler.load_state_dict(self.state.sampler)
-        self._epoch = iter(self.sampler)
         return changed
