@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from odc_triton.jobs.rl.learned import Learned
 from odc_triton.jobs.rl.overlap import OverlappedRollout
 from odc_triton.jobs.rl.rollout import Sampler
 from odc_triton.plan.arrivals import Arrivals
@@ -61,8 +60,6 @@ class Batch:
 
     def add(self, place: int, *_: object) -> list[int]:
         return [number for number in self.tokens if number // 10 == place]
-
-    rows = Learned.rows
 
     def length(self, number: int) -> int:
         return self.tokens[number]

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan.cost import CostModel
 from ...plan.entries import Entry
 from ...plan.fields import IGNORED
-from ...plan.relatives import find_relatives
-from ...plan.samples import Limits, Samples
 from .generation import Sampled
 from .policy_loss import LearningRule, advantages
 from .rollout import PromptSlot, Rollout
@@ -64,12 +61,6 @@ class Learned:
                 self.sampled[number] = [*compress(one.logps, one.own)]
                 numbers.append(number)
         return numbers
-
-    def rows(self, numbers: Sequence[int], limits: Limits, cost: CostModel, *, shares_prefixes: bool) -> Samples:
-        """Some of the samples, to be planned."""
-        relatives = find_relatives([self.samples[number] for number in numbers]) if shares_prefixes else None
-        lengths = limits.checked([*map(self.length, numbers)]) if numbers else []
-        return Samples.of(lengths, cost, names=numbers, prefixes=relatives)
 
     @property
     def divisor(self) -> float:

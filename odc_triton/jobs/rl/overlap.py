@@ -22,6 +22,7 @@ from ...plan.entries import Entry, named
 from ...plan.plan import Plan
 from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
+from ...plan.samples import Limits, Samples
 from ...step import StepPart
 from ..launcher.launch import Interrupted
 from .generation import SamplingOptions
@@ -204,7 +205,7 @@ class OverlappedRollout(Participant):
     def _rest(self) -> Iterable[list[Entry]]:
         """This rank's packs of what is left, of which other ranks may compute segments."""
         limits, shares = self.planner.limits, self._shares_prefixes
-        rows = self._batch.rows([*self._arrivals.rest], limits, self.cost, shares_prefixes=shares)
+        rows = rows_of(self._batch, [*self._arrivals.rest], limits, self.cost, shares_prefixes=shares)
         own = self.planner.packs(rows, self.engine.rank)
         self.plan = own.plan
         self.engine.give(split=own.split)
@@ -248,6 +249,15 @@ class OverlappedRollout(Participant):
             raise failure({ended["rank"]: ended["failed"]}) from self._error
         if ended is not None and "stop" in ended:
             raise RolloutStopped(ended["stop"])
+
+
+def rows_of(
+    batch: Learned, numbers: Sequence[int], limits: Limits, cost: CostModel, *, shares_prefixes: bool
+) -> Samples:
+    """Some of the learned completions, to be planned."""
+    relatives = find_relatives([batch.samples[number] for number in numbers]) if shares_prefixes else None
+    lengths = limits.checked([*map(batch.length, numbers)]) if numbers else []
+    return Samples.of(lengths, cost, names=numbers, prefixes=relatives)
 
 
 class HiddenTime(StepPart):

@@ -28,7 +28,7 @@ from ...step import StepReport
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
 from ..rl.learned import Learned
-from ..rl.overlap import HiddenTime, OverlappedRollout
+from ..rl.overlap import HiddenTime, OverlappedRollout, rows_of
 from ..rl.policy_gradient import PolicyGradient
 from ..rl.policy_loss import LearningRule, PolicyLoss, advantages
 from ..rl.prompts import Prompts, completion_seed
@@ -192,7 +192,7 @@ class GrpoRun(Run):
         batch = Learned.of(made, self.rule, options.scale_rewards)
         update_s, loss = time.monotonic(), 0.0
         limits, shares = self.planner.limits, self.shares_prefixes
-        rows = batch.rows([*batch.samples], limits, self.cost, shares_prefixes=shares)
+        rows = rows_of(batch, [*batch.samples], limits, self.cost, shares_prefixes=shares)
         own = self.planner.packs(rows, self.engine.rank)
         objective = self.objective(batch=batch)
         for _ in range(options.iterations):
