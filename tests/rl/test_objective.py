@@ -17,13 +17,13 @@ from odc_triton.jobs.rl.generation import Sampled
 from odc_triton.jobs.rl.learned import Learned
 from odc_triton.jobs.rl.policy_gradient import PolicyGradient
 from odc_triton.jobs.rl.policy_loss import LearningRule, PolicyLoss, TokenTerms, advantages
-from odc_triton.jobs.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
+from odc_triton.jobs.rl.prompts import Prompt, completion_seed, read_prompts
 from odc_triton.jobs.rl.rollout import PromptSlot, Rollout
 from odc_triton.packs.collate import Pack
 from odc_triton.packs.loss import predictions
 from odc_triton.plan.entries import Segment
 from odc_triton.plan.fields import IGNORED
-from odc_triton.plan.order import Mix
+from odc_triton.plan.order import Mix, in_passes
 from odc_triton.step import Terms
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
@@ -154,17 +154,12 @@ def test_seeds_differ_and_do_not_change() -> None:
     assert completion_seed(0, 1, 2, 3) == 5176715130983007433
 
 
-def test_every_prompt_once_in_a_pass() -> None:
-    taken = [index for step in range(6) for index in prompts_of_step(Mix((9,)), step, per_step=3, seed=5)]
-    assert sorted(taken[:9]) == sorted(taken[9:]) == list(range(9))
-    assert taken[:9] not in (taken[9:], list(range(9)))
-
-
 def test_a_step_across_the_end_of_a_pass_goes_on_in_the_order_of_the_next() -> None:
     mix = Mix((4,))
-    taken = [index for step in range(4) for index in prompts_of_step(mix, step, per_step=3, seed=5)]
+    taken = [index for step in range(4) for index in in_passes(mix, step, 3, seed="prompts 5")]
     orders = [mix.order(epoch, "prompts 5") for epoch in range(3)]
     assert taken == [index for order in orders for index in order]
+    assert all(sorted(order) == [*range(4)] for order in orders)
     assert orders[0][:2] != orders[1][:2] != orders[2][:2], "else a step could not show which order it takes"
 
 

@@ -33,9 +33,7 @@ def run_ranks(plan: Plan, seed: int = 0, raises: bool = False) -> tuple[list[Ove
         planner = SimpleNamespace(limits=limits, reads_others=plan.keeps, packs=packs)
         sampler = Sampling(rank, plan, store, raises=raises)
         rollout = OverlappedRollout(sampler, planner, cost, shares_prefixes=False, scale="none")
-        rollout.open(
-            sampler.slots, None, Batch(plan.groups), decode=max(plan.threads, plan.together), stop=lambda: None
-        )
+        rollout.open(sampler.slots, None, Batch(plan.groups))
         rollouts.append(rollout)
 
         def run(rollout: OverlappedRollout = rollout) -> None:
@@ -78,7 +76,7 @@ def test_prompts_that_a_function_changed_are_not_shared(own_prompt: list[int] | 
     )
     planner = SimpleNamespace(limits=limits, reads_others=False)
     rollout = OverlappedRollout(sampler, planner, CostModel.paper_7b(), shares_prefixes=True, scale="none")
-    rollout.open(sampler.slots, None, Batch(plan.groups), decode=1, stop=lambda: None)
+    rollout.open(sampler.slots, None, Batch(plan.groups))
     with mock.patch.object(rollout._arrivals, "came") as came:
         rollout._came({"slot": 0})
     came.assert_called_once_with({0: 45, 1: 56}, shared)
@@ -112,7 +110,7 @@ def test_the_thread_that_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wait_ends_with_each_completion() -> None:
     """Its deadline is for one, not for all."""
     (rollout, _), _ = run_ranks(Plan(groups=((),), keeps=True))
-    rollout.open(rollout._slots * 3, None, Batch(((),) * 3), decode=1, stop=lambda: None)
+    rollout.open(rollout._slots * 3, None, Batch(((),) * 3))
     waits: list[list[int]] = []
 
     def wait_for(purpose: str, missing: Callable[[], list[int]]) -> None:

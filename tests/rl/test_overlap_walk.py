@@ -80,8 +80,6 @@ class Walk:
                     todo.append(each)
         return len(seen)
 
-    # ------------------------------------------------------------------ what may happen
-
     def after(self, state: State) -> Iterator[State]:
         writing = {(each.rank, each.thread) for each in state.log if not each.is_set}
         for at, rank in enumerate(state.ranks):
@@ -152,8 +150,6 @@ class Walk:
                         now = less.in_thread(at, thread, "done", places)
                         yield self.writes(now, at, thread, {"ended": {"rank": at, "failed": "it"}})
 
-    # ------------------------------------------------------------------ the log
-
     def writes(self, state: State, at: int, thread: int, message: Any) -> State:
         state = state._replace(log=(*state.log, Write(at, thread, json.dumps(message))))
         return state if self.plan.holes else self.has_set(state, len(state.log) - 1)
@@ -174,8 +170,6 @@ class Walk:
             if state.ranks[at].phase not in OVER:
                 state = state.changed(at, known=self.step(state.ranks[at].known, text))
         return state
-
-    # ------------------------------------------------------------------ what must hold
 
     def check_missing(self, state: State, at: int, missing: list[int], is_behind: bool) -> None:
         """Of a rank that waits."""

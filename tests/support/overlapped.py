@@ -76,7 +76,7 @@ class Sampling:
         self.engine.give = self.engine.require_peers = self.check
         self.counter, self.completions, self.rewards, self.samples_remotely = store, self, self, plan.threads > 0
         self.slots = [SimpleNamespace(prompt=SimpleNamespace(ids=[0] * 3), seeds=[0]) for _ in plan.groups]
-        self.raises = raises
+        self.raises, self.decode, self.stop = raises, max(plan.threads, plan.together), lambda: None
 
     def group(self, made: dict[str, int]) -> tuple:
         return [SimpleNamespace(prompt=None)], None, torch.zeros(1)
@@ -131,7 +131,7 @@ class Reader(OverlappedRollout):
         sampler = Sampling(0, plan, Store())
         cost = CostModel(quadratic=0, linear=1)
         super().__init__(sampler, planner, cost, shares_prefixes=True, scale="none")
-        self.open(sampler.slots, None, Batch(plan.groups), decode=1, stop=lambda: None)
+        self.open(sampler.slots, None, Batch(plan.groups))
         self.without = plan.without
         if self.without == "one pack for one rank":
             self._arrivals.__class__ = Weaker
@@ -179,6 +179,6 @@ class Reader(OverlappedRollout):
         own, written = deque([*self._arrivals.packs[rank]][packs:]), []
         self._log = Log(Store(), "log")
         self._log.write, self._log._own = written.append, [0] * is_behind
-        self._stop = lambda: SIGNAL if is_stopped and self.without != "a stop is written" else None
+        self.sampler.stop = lambda: SIGNAL if is_stopped and self.without != "a stop is written" else None
         known, missing = self._is_known(own), self._missing(own)
         return known, bool(own) and self._ended is None, bool(written), missing

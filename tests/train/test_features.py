@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.jobs.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
 from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
@@ -57,8 +58,6 @@ def plain_loss(model: nn.Module, samples: TokenizedDataset | SampleSubset) -> fl
 
 
 def test_evaluation(folder: Path, runs: dict[str, Path]) -> None:
-    from transformers import AutoModelForCausalLM
-
     seen = jobs.lines(runs["evaluated"])
     assert [line["step"] for line in seen if "eval_loss" in line] == [2, 4, 5]
     learned, held = split_samples(data(folder), 0.25, seed=0)
@@ -94,7 +93,6 @@ def test_epochs(runs: dict[str, Path]) -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_adapters(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder / "config.json")

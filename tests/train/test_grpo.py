@@ -110,8 +110,6 @@ def divergences(
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
     """By the model's own names, which Nemotron-H's files don't have."""
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 

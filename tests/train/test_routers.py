@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from odc_triton.balance import MinibatchSampler
 from odc_triton.jobs.data.tokenizer import load_tokenizer
@@ -38,8 +39,6 @@ def _options(folder: Path, **changes: object) -> SftOptions:
 
 def _plain(folder: Path) -> tuple[nn.Module, list[tuple[float, float]]]:
     """The model after SGD's steps, and at each the loss and the auxiliary loss."""
-    from transformers import AutoModelForCausalLM
-
     model, samples, seen = AutoModelForCausalLM.from_pretrained(folder / "mixture").train(), data(folder), []
     for packs in [*MinibatchSampler(samples.lengths.tolist(), 4, 256, rank=0, world=1)][:STEPS]:
         taken = [samples[index] for pack in packs for index in pack]
@@ -59,8 +58,6 @@ def _plain(folder: Path) -> tuple[nn.Module, list[tuple[float, float]]]:
 
 def test_as_plain_transformers(folder: Path) -> None:
     """Here with packs from a queue, experts read from their owners; by default nothing is added."""
-    from transformers import AutoModelForCausalLM
-
     outs = {weight: folder / str(weight) for weight in (WEIGHT, None)}
     layers = {"replace_layers": True, "expert_cache": 2**20}
     runs = [

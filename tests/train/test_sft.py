@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from odc_triton import full_parameters
 from odc_triton.balance import MinibatchSampler
@@ -22,11 +23,14 @@ from odc_triton.jobs.options.config_file import read_config, write_config
 from odc_triton.jobs.options.options import read_options
 from odc_triton.jobs.train.job import _sharded
 from odc_triton.jobs.train.model import build_model, replace
+from odc_triton.jobs.train.optimizers import make_schedule
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sft_run import SftRun
 from odc_triton.nn import LMHead
 from odc_triton.packs.collate import count_target_tokens, pack_collate
+from odc_triton.plan.cost import CostModel
 from odc_triton.plan.decoder import Decoder
+from odc_triton.plan.order import Mix
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
 from odc_triton.sharding.shard_module import fully_shard
@@ -51,8 +55,6 @@ def options(folder: Path, **changes: object) -> SftOptions:
 
 
 def _model() -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**QWEN2))
     enable_packing(model)
@@ -64,17 +66,12 @@ def train(rank: int, world: int, jobs: list[SftOptions], folder: Path) -> list[t
     for wanted in jobs:
         model = _model()
         replace(model, wanted, rank)
-        run = SftRun(options=wanted, model=fully_shard(model), data=TokenizedDataset.load(folder / "data.npz"))
+        data, cost = TokenizedDataset.load(folder / "data.npz"), CostModel.paper_7b()
+        prepared: Any = SimpleNamespace(data=data, evaluation=None, mix=Mix((len(data),)), identity={})
+        run = SftRun(options=wanted, model=fully_shard(model), teacher=None, prepared=prepared, cost=cost)
         losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
         found.append((losses, dict(full_parameters(run.model)), run.state.sampler))
     return found
-
-
-def _warmup_cosine(step: int, steps: int, warmup_steps: int) -> float:
-    """Down to a tenth."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +83,12 @@ def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
     data = TokenizedDataset.load(folder / "data.npz")
     sampler = MinibatchSampler(data.lengths.tolist(), 8, 256, rank=0, world=1, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=wanted.lr, weight_decay=0.0)
-    losses = []
+    losses, factor_at = [], make_schedule(wanted, wanted.steps)
     for step, packs in zip(range(wanted.steps), sampler, strict=False):
         samples = pack_collate([[data[index]] for pack in packs for index in pack])
         total = count_target_tokens(samples)
         for group in optimizer.param_groups:
-            group["lr"] = wanted.lr * _warmup_cosine(step, wanted.steps, wanted.warmup_steps)
+            group["lr"] = wanted.lr * factor_at(step)
         summed = 0.0
         for sample in samples:
             logits = model(input_ids=sample["input_ids"], use_cache=False).logits[0, :-1]
@@ -161,8 +158,6 @@ def test_split_sequences_fuse_the_head_where_they_can_and_compute_in_chunks(
 
 
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     wanted = options(folder, out=str(tmp_path / "out"), truncate=True)
     write_config(tmp_path / "given.yaml", wanted, comment="the run", ranks=1)
     command = ["train", "sft", "--config", str(tmp_path / "given.yaml"), "--ranks", "2", "--fused-head"]

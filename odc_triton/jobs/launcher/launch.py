@@ -69,7 +69,23 @@ def die_with_parent(parent_pid: int | None = None, number: int = signal.SIGKILL)
         os._exit(1)
 
 
-def status_of(end: SystemExit) -> int:
+def die_with_torchrun() -> None:
+    """A rank of torchrun dies with it: it might wait for torchrun's store."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
+def run_as_rank(main: Callable[[], Any]) -> NoReturn:
+    """Calls `main` as all that this process does, a rank that torchrun or another program started."""
+    die_with_torchrun()
+    try:
+        main()
+    except SystemExit as end:
+        end_process(_status_of(end))
+    end_process(0)
+
+
+def _status_of(end: SystemExit) -> int:
     """The exit status that `sys.exit` asked for; prints the text that it was given instead, as Python does."""
     if isinstance(end.code, str):
         print(end.code, file=sys.stderr, flush=True)
@@ -205,7 +221,9 @@ class LocalRanks:
     def _start(self, rank: int, preload: str | None) -> None:
         context = multiprocessing.get_context(self._method)
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(theirs, preload, _environment(rank, self.ranks), os.getpid()))
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+        environment = {name: str(value) for name, value in sizes.items()}
+        process = context.Process(target=_rank, args=(theirs, preload, environment, os.getpid()))
         # Until `_rank` has handlers. Before that, a process forked has ours, and one spawned dies of SIGTERM.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS if self._method == "fork" else [signal.SIGINT])
         try:
@@ -344,11 +362,6 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
-    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {name: str(value) for name, value in sizes.items()}
-
-
 def _rank(connection: Connection, preload: str | None, environment: dict[str, str], parent_pid: int) -> None:
     """A rank's process.
 
@@ -376,7 +389,7 @@ def _rank(connection: Connection, preload: str | None, environment: dict[str, st
     except KeyboardInterrupt as stop:
         message, status = None, 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
     except SystemExit as end:
-        message, status = None, status_of(end)
+        message, status = None, _status_of(end)
     if message is not None:
         with contextlib.suppress(BrokenPipeError):
             connection.send_bytes(pickle.dumps(message))

@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from .launch import die_with_parent
+from .launch import die_with_torchrun
 
 _STRICT = "an error if a model stays on plain FSDP2, or if none was trained by on-demand communication"
 _EAGER = "sum gradients in the backward in which FSDP2 would, for programs whose hooks need them there"
@@ -41,9 +41,8 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def run_program(options: argparse.Namespace) -> None:
-    """Runs it as this process's `__main__`. As torchrun's rank it dies with torchrun, whose store it might wait for."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+    """Runs it as this process's `__main__`."""
+    die_with_torchrun()
     from ...fsdp2.unmodified import Unmodified, say
 
     sys.argv = [options.script, *options.arguments]

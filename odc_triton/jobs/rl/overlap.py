@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...base.errors import GenerationAborted, RolloutStopped
@@ -22,7 +22,7 @@ from ...plan.entries import Entry, named
 from ...plan.plan import Plan
 from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
-from ...plan.samples import Samples
+from ...plan.samples import Limits, Samples
 from ...step import StepPart
 from ..launcher.launch import Interrupted
 from .generation import SamplingOptions
@@ -56,17 +56,9 @@ class OverlappedRollout(Participant):
         self._log: Log | None = None
         self._opened = 0
 
-    def open(
-        self,
-        slots: list[PromptSlot],
-        options: SamplingOptions,
-        batch: Learned,
-        *,
-        decode: int,
-        stop: Callable[[], int | None],
-    ) -> None:
+    def open(self, slots: list[PromptSlot], options: SamplingOptions, batch: Learned) -> None:
         """On all ranks, with the arguments of `Sampler.roll_out`. `batch` gets what is learned."""
-        self._slots, self._options, self._batch, self._decode, self._stop = slots, options, batch, decode, stop
+        self._slots, self._options, self._batch = slots, options, batch
         self._key = f"overlapped/{self._opened}"
         self._opened += 1
         counter, planner = self.sampler.counter, self.planner
@@ -95,8 +87,6 @@ class OverlappedRollout(Participant):
         if self._arrivals.rest and self._ended is None:
             yield from self._timed(self._rest())
 
-    # ------------------------------------------------------------------ afterwards
-
     def rollout(self) -> Rollout:
         return self.sampler.joined(self._slots, self._made.values())
 
@@ -105,11 +95,9 @@ class OverlappedRollout(Participant):
         hidden_s = sum(max(min(end_s, self._last_s) - start_s, 0.0) for start_s, end_s in self._computed)
         return self._last_s - self._start_s, hidden_s
 
-    # ------------------------------------------------------------------ sampling
-
     def _begin_sampling(self) -> None:
         sampler = self.sampler
-        together, threads = sampler.together(self._slots, self._decode), 1
+        together, threads = sampler.together(self._slots), 1
         if not sampler.completions.samples_remotely:
             self._sample(together)
             return
@@ -127,11 +115,11 @@ class OverlappedRollout(Participant):
         """Samples and scores prompts until none is left."""
         sampler, rank, log = self.sampler, self.engine.rank, self._log
         try:
-            while log is self._log and not self._is_closed and self._stop() is None:
+            while log is self._log and not self._is_closed and sampler.stop() is None:
                 if not (taken := sampler.take(self._key, len(self._slots), together)):
                     return
                 log.write({"took": [*taken], "rank": rank})
-                for each in sampler.complete(taken, self._slots, self._options, self._stop):
+                for each in sampler.complete(taken, self._slots, self._options):
                     log.write({"came": each, "at_s": time.time()})
         except (Interrupted, GenerationAborted):  # in a rollout function; because of another thread, which says why
             pass
@@ -140,8 +128,6 @@ class OverlappedRollout(Participant):
                 self._error = error
                 with contextlib.suppress(Exception):  # the store is gone, which every rank finds out
                     log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
-
-    # ------------------------------------------------------------------ packs
 
     def _read(self) -> None:
         for message in self._log.read():
@@ -193,7 +179,7 @@ class OverlappedRollout(Participant):
         """What this rank computes next."""
         self._read()
         waits = self._arrivals.left and self._ended is None and not self._log.is_behind
-        if waits and (signal := self._stop()) is not None:
+        if waits and (signal := self.sampler.stop()) is not None:
             self._log.write({"ended": {"rank": self.engine.rank, "stop": signal}})
             self._read()
         is_known = bool(own) or self._arrivals.is_over or self._ended is not None
@@ -218,11 +204,8 @@ class OverlappedRollout(Participant):
 
     def _rest(self) -> Iterable[list[Entry]]:
         """This rank's packs of what is left, of which other ranks may compute segments."""
-        numbers, lengths = zip(*self._arrivals.rest.items(), strict=True)
-        samples = [self._batch.samples[number] for number in numbers]
-        relatives = find_relatives(samples) if self._shares_prefixes else None
-        tokens = self.planner.limits.checked(lengths)
-        rows = Samples.of(tokens, self.cost, names=numbers, prefixes=relatives)
+        limits, shares = self.planner.limits, self._shares_prefixes
+        rows = rows_of(self._batch, [*self._arrivals.rest], limits, self.cost, shares_prefixes=shares)
         own = self.planner.packs(rows, self.engine.rank)
         self.plan = own.plan
         self.engine.give(split=own.split)
@@ -233,8 +216,6 @@ class OverlappedRollout(Participant):
             start_s = time.time()
             yield pack
             self._computed.append((start_s, time.time()))
-
-    # ------------------------------------------------------------------ the minibatch
 
     def leave(self) -> None:
         if self._log is None:
@@ -268,6 +249,15 @@ class OverlappedRollout(Participant):
             raise failure({ended["rank"]: ended["failed"]}) from self._error
         if ended is not None and "stop" in ended:
             raise RolloutStopped(ended["stop"])
+
+
+def rows_of(
+    batch: Learned, numbers: Sequence[int], limits: Limits, cost: CostModel, *, shares_prefixes: bool
+) -> Samples:
+    """Some of the learned completions, to be planned."""
+    relatives = find_relatives([batch.samples[number] for number in numbers]) if shares_prefixes else None
+    lengths = limits.checked([*map(batch.length, numbers)]) if numbers else []
+    return Samples.of(lengths, cost, names=numbers, prefixes=relatives)
 
 
 class HiddenTime(StepPart):

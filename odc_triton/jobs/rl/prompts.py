@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...plan.order import Mix, in_passes
 from ..data.messages import read_messages
 from ..data.parts import place_images
 from ..data.records import DataError, content_text, kind_of, names_of, string
@@ -130,11 +129,6 @@ def prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
     if images:
         raise DataError(f"{where}: the prompt has images, which train grpo does not support; leave it out")
     return [each | {"content": content_text(each)} if "content" in each else each for each in messages]
-
-
-def prompts_of_step(mix: Mix, step: int, *, per_step: int, seed: int) -> list[int]:
-    """The prompts of step `step`, from 0: the next `per_step` of one epoch after another."""
-    return in_passes(mix, step, per_step, seed=f"prompts {seed}")
 
 
 def completion_seed(seed: int, step: int, prompt: int, generation: int) -> int:

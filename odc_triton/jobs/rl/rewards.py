@@ -71,8 +71,6 @@ class Rewards:
         """
         batch = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         batch = {name: list(values) for name, values in {**columns, **batch}.items()}
-        if not batch["prompts"]:
-            return [[] for _ in self.names]
         return [self._rewards_of(function, batch) for function in range(len(self.names))]
 
     def total(self, scores: Sequence[Sequence[float]]) -> list[float]:

@@ -72,35 +72,37 @@ class Sampler:
         rewards: Rewards,
         counter: Counter,
         tokenizer: Any,
-        function: RolloutFunction | None = None,
+        function: RolloutFunction | None,
+        decode: int,
+        stop: Callable[[], int | None],
     ) -> None:
+        """`decode`: the most completions that this rank decodes together; never more than an equal part of all.
+        `stop`: the signal for which the ranks are to stop, if there is one.
+        """
         self.engine, self.completions, self.rewards, self.tokenizer = engine, completions, rewards, tokenizer
         self.counter, self.function, self._rollouts = counter, function, 0
+        self.decode, self.stop = decode, stop
         self._scores = threading.Lock()  # reward functions are called one batch at a time
 
-    def roll_out(
-        self, slots: list[PromptSlot], options: SamplingOptions, *, decode: int, stop: Callable[[], int | None]
-    ) -> Rollout | int:
+    def roll_out(self, slots: list[PromptSlot], options: SamplingOptions) -> Rollout | int:
         """The rollout of `slots`, or the signal for which the ranks stop instead. Collective.
-
-        `decode`: the most completions that this rank decodes together; never more than an equal part of all.
 
         Raises RolloutFailed on all ranks if sampling or a reward raised on any; RankLost, DeadlineExceeded.
         """
         key = f"rollout/{self._rollouts}"
         self._rollouts += 1
         made, error = [], None
-        together = self.together(slots, decode)
+        together = self.together(slots)
         try:
-            while stop() is None and (taken := self.take(key, len(slots), together)):
-                made += self.complete(taken, slots, options, stop)
+            while self.stop() is None and (taken := self.take(key, len(slots), together)):
+                made += self.complete(taken, slots, options)
         except Interrupted:  # in a rollout function
             pass
         except Exception as raised:  # raised below, after the exchange
             error = raised
-        if error is not None or stop() is not None:
+        if error is not None or self.stop() is not None:
             self.counter.add(key, _EMPTY)
-        message = {"made": made, "stop": stop(), "failed": None if error is None else reason_of(error)}
+        message = {"made": made, "stop": self.stop(), "failed": None if error is None else reason_of(error)}
         messages = self.engine.exchange("exchange the completions", message)
         if self.engine.rank == 0:
             self.counter.delete_key(key)
@@ -110,18 +112,16 @@ class Sampler:
         asked = next((theirs["stop"] for theirs in messages if theirs["stop"] is not None), None)
         return self.joined(slots, chain.from_iterable(each["made"] for each in messages)) if asked is None else asked
 
-    def together(self, slots: Sequence[PromptSlot], decode: int) -> int:
+    def together(self, slots: Sequence[PromptSlot]) -> int:
         """The prompts that a rank samples together."""
-        return max(1, min(decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
+        return max(1, min(self.decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
 
     def take(self, key: str, count: int, together: int) -> range:
         """The places of the next free prompts; empty when all are taken."""
         start = (self.counter.add(key, 1) - 1) * together
         return range(count)[start : start + together]
 
-    def complete(
-        self, taken: range, slots: list[PromptSlot], options: SamplingOptions, stop: Callable[[], int | None]
-    ) -> list[dict[str, Any]]:
+    def complete(self, taken: range, slots: list[PromptSlot], options: SamplingOptions) -> list[dict[str, Any]]:
         """The completions of `taken`, as JSON, with their rewards; none if asked to stop."""
         events = self.engine.events
         chosen = [slots[place] for place in taken]
@@ -133,13 +133,13 @@ class Sampler:
             if self.function is None:
                 sampled, more = self.completions.generate(requests, options), {}
             else:
-                engine = TurnEngine(self.completions, requests, options, self.tokenizer, stop)
+                engine = TurnEngine(self.completions, requests, options, self.tokenizer, self.stop)
                 made, more = self.function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
                 sampled = [[made.pop(0) for _ in slot.seeds] for slot in chosen]
         sampled_s = time.monotonic()
         label = f"{ELSEWHERE if remotely else ''}{len(taken)} prompts"
         events.add("rollout", start_s, sampled_s, label=label, microbatch=-1)
-        if stop() is not None:
+        if self.stop() is not None:
             return []
         flat = [(slot, one) for slot, group in zip(chosen, sampled, strict=True) for one in group]
         columns = {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in flat[0][0].columns} | more

@@ -72,8 +72,6 @@ class VllmColocate(CompletionEngine):
         from vllm import SamplingParams
 
         wanted = [(request.ids, seed) for request in requests for seed in request.seeds]
-        if not wanted:
-            return [[] for _ in requests]
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids, _ in wanted],
             sampling_params=[SamplingParams(**parameters(options, seed)) for _, seed in wanted],

@@ -37,8 +37,6 @@ class VllmServer(CompletionEngine):
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         """One HTTP request for each completion, as each has its seed; vLLM keeps the prompt's part of the cache."""
         wanted = [(request.ids, seed) for request in requests for seed in request.seeds]
-        if not wanted:
-            return [[] for _ in requests]
         name = self._name()
         with ThreadPoolExecutor(max_workers=min(_TOGETHER, len(wanted))) as pool:
             futures = [pool.submit(self._complete, name, ids, seed, options) for ids, seed in wanted]

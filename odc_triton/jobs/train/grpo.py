@@ -156,13 +156,10 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
     reference = load_frozen(options, sharded) if options.kl else None
     teacher = load_teacher(options, sharded)
     model, cost = sharded(options)
-    run: GrpoRun | None = None
 
     def should_stop() -> bool:
-        if run is not None:
-            run.stop_signal.check_peers()
-            return run.stop_signal.signal is not None
-        return False
+        run.stop_signal.check_peers()
+        return run.stop_signal.signal is not None
 
     completions = _engine(options, model, should_stop)
     importance = Importance(mode=options.importance, most=options.importance_cap)

@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ...base.errors import RolloutStopped
-from ...engine.api import engine_of
 from ...packs.enable import innermost, takes_branches
 from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
 from ...plan.cost import CostModel
+from ...plan.order import in_passes
 from ...plan.planner import Planner, make_plan
-from ...plan.relatives import find_relatives
 from ...plan.samples import Limits, Samples
 from ...plan.split import readable_tokens
 from ...recurrent.layers import most_cuts_of
@@ -29,10 +28,10 @@ from ...step import StepReport
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
 from ..rl.learned import Learned
-from ..rl.overlap import HiddenTime, OverlappedRollout
+from ..rl.overlap import HiddenTime, OverlappedRollout, rows_of
 from ..rl.policy_gradient import PolicyGradient
 from ..rl.policy_loss import LearningRule, PolicyLoss, advantages
-from ..rl.prompts import Prompts, completion_seed, prompts_of_step
+from ..rl.prompts import Prompts, completion_seed
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
@@ -65,31 +64,29 @@ class GrpoRun(Run):
         model: nn.Module,
         prepared: Prepared[Prompts],
         reference: nn.Module | None,
-        teacher: nn.Module | None = None,
+        teacher: nn.Module | None,
         completions: CompletionEngine,
         rewards: Rewards,
         cost: CostModel,
-        correction: Importance | None = None,
+        correction: Importance | None,
     ) -> None:
         """`reference`: the model at the start, sharded, if there is a divergence to it; `teacher`: another one,
         to learn from. `completions` samples; `correction`: the importance weights if it is not the policy.
         """
         refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
-        engine = engine_of(model)
-        self.prompts, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
+        super().__init__(options=options, model=model, prepared=prepared)
         self.correction = correction
-        self.per_step = options.prompts_per_rank * engine.world
-        epoch_steps = max(len(self.mix) // self.per_step, 1)
-        super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
+        engine, grid = self.engine, self.engine.grid
         self.sampler = Sampler(
             engine,
             completions=completions,
             rewards=rewards,
-            counter=shared_counter(options, engine.grid),
+            counter=shared_counter(options, grid),
             tokenizer=prepared.tokenizer,
             function=None if options.rollout is None else self._function(options.rollout),
+            decode=options.decode_at_once,
+            stop=lambda: self.stop_signal.signal,
         )
-        grid = engine.grid
         models = [each for each in (model, reference, teacher) if each is not None]
         able = all(takes_branches(innermost(each)) for each in models)
         self.shares_prefixes = options.share_prefixes == "auto" and able
@@ -97,8 +94,8 @@ class GrpoRun(Run):
         if options.split_sequences and grid.shards > 1:
             split_tokens = self._split_tokens(cost)
         if self.shares_prefixes and grid.shards > 1:
-            shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
-        over = split_tokens and self.prompts.longest + options.max_new_tokens > options.token_cap
+            shared_tokens = max(split_tokens, _tokens_of_trees(options, self.data.longest))
+        over = split_tokens and self.data.longest + options.max_new_tokens > options.token_cap
         # All of them may be that long, but then there is no memory for so many states.
         cuts = min(-(-self.per_step * options.generations // grid.replicas), 64) if over else 0
         cuts = most_cuts_of(models, cuts, options.split_cuts)
@@ -111,9 +108,9 @@ class GrpoRun(Run):
                     raise
                 shared_tokens = 0
         needs_sums = options.loss == "gspo" or (correction is not None and correction.is_of_sequences)
-        self.segments: SampleSums | None = None
+        segments: SampleSums | None = None
         if needs_sums and (split_tokens or shared_tokens):
-            self.segments = SampleSums(model, samples=self.per_step * options.generations)
+            segments = SampleSums(model, samples=self.per_step * options.generations)
         self.reference = None if reference is None else Reference(reference, model)
         self.teacher = self.teacher_of(teacher)
         self.cost = cost
@@ -135,7 +132,7 @@ class GrpoRun(Run):
             reference=self.reference,
             teacher=self.teacher,
             correction=correction,
-            segments=self.segments,
+            segments=segments,
         )
         self.rule = LearningRule(
             loss=options.loss,
@@ -154,9 +151,9 @@ class GrpoRun(Run):
     def _split_tokens(self, cost: CostModel) -> int:
         """Of a rank, the most tokens that others may read. Raises ValueError if the longest sample can't be split."""
         options, shards, replicas = self.options, self.engine.grid.shards, self.engine.grid.replicas
-        longest, limits = self.prompts.longest, {"token_cap": options.token_cap, "cost": cost}
+        longest, limits = self.data.longest, {"token_cap": options.token_cap, "cost": cost}
         # A function of rollouts may change a prompt.
-        prompts = [longest if options.rollout else len(each.ids) for each in self.prompts]
+        prompts = [longest if options.rollout else len(each.ids) for each in self.data]
         # A step that goes across the end of a pass may have a prompt twice.
         lengths = [each + options.max_new_tokens for each in prompts for _ in range(2 * options.generations)]
         samples = -(-self.per_step * options.generations // replicas)
@@ -168,7 +165,7 @@ class GrpoRun(Run):
 
     def _function(self, name: str) -> RolloutFunction:
         vocabulary = innermost(self.model).config.get_text_config().vocab_size
-        return RolloutFunction(name, longest=self.prompts.longest, vocabulary=vocabulary)
+        return RolloutFunction(name, longest=self.data.longest, vocabulary=vocabulary)
 
     def train_step(self) -> Metrics | None:
         start_s, step = time.monotonic(), self.state.step
@@ -189,15 +186,13 @@ class GrpoRun(Run):
     def _in_phases(self) -> Stepped | int:
         """A rollout, then the updates; or the signal for which the ranks stop."""
         options = self.options
-        made = self.sampler.roll_out(self._slots(), self._sampling(options.temperature), **self._limits)
+        made = self.sampler.roll_out(self._slots(), self._sampling(options.temperature))
         if isinstance(made, int):
             return made
         batch = Learned.of(made, self.rule, options.scale_rewards)
         update_s, loss = time.monotonic(), 0.0
-        numbers, samples, limits = [*batch.samples], [*batch.samples.values()], self.planner.limits
-        relatives = find_relatives(samples) if self.shares_prefixes else None
-        lengths = limits.checked([*map(batch.length, numbers)]) if numbers else []
-        rows = Samples.of(lengths, self.cost, names=numbers, prefixes=relatives)
+        limits, shares = self.planner.limits, self.shares_prefixes
+        rows = rows_of(batch, [*batch.samples], limits, self.cost, shares_prefixes=shares)
         own = self.planner.packs(rows, self.engine.rank)
         objective = self.objective(batch=batch)
         for _ in range(options.iterations):
@@ -211,7 +206,7 @@ class GrpoRun(Run):
     def _overlapping(self) -> Stepped | int:
         """The update while others still sample; or the signal for which the ranks stop."""
         start_s, batch, overlapped = time.monotonic(), Learned(rule=self.rule), self.overlapped
-        overlapped.open(self._slots(), self._sampling(self.options.temperature), batch, **self._limits)
+        overlapped.open(self._slots(), self._sampling(self.options.temperature), batch)
         objective, hidden = self.objective(batch=batch), HiddenTime(overlapped)
         try:
             report = self.step(overlapped, objective, collate=objective.collate, parts=[hidden])
@@ -225,20 +220,15 @@ class GrpoRun(Run):
     def _slots(self) -> list[PromptSlot]:
         """The step's prompts."""
         options, step = self.options, self.state.step
-        chosen = prompts_of_step(self.mix, step, per_step=self.per_step, seed=options.seed)
+        chosen = in_passes(self.mix, step, self.per_step, seed=f"prompts {options.seed}")
         return [
             PromptSlot(
-                prompt=self.prompts[index],
+                prompt=self.data[index],
                 seeds=[completion_seed(options.seed, step, place, n) for n in range(options.generations)],
-                columns=self.prompts.columns,
+                columns=self.data.columns,
             )
             for place, index in enumerate(chosen)
         ]
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        """Of a rollout."""
-        return {"decode": self.options.decode_at_once, "stop": lambda: self.stop_signal.signal}
 
     def _sampling(self, temperature: float) -> SamplingOptions:
         return SamplingOptions(
@@ -250,7 +240,7 @@ class GrpoRun(Run):
         of = self.evaluation
         slots = [PromptSlot(prompt=prompt, seeds=[0], columns=of.columns) for prompt in of]
         self.sampler.completions.sync(self.model)
-        made = self.sampler.roll_out(slots, self._sampling(0.0), **self._limits)
+        made = self.sampler.roll_out(slots, self._sampling(0.0))
         self.idle.restart()
         if isinstance(made, int):
             self.stop = made

@@ -31,7 +31,7 @@ from ...plan.cost import CostModel
 from ...plan.decoder import Decoder
 from ...sharding.agree import default_mesh
 from ...sharding.shard_module import fully_shard
-from ..launcher.launch import Interrupted, die_with_parent, end_process, status_of
+from ..launcher.launch import Interrupted, run_as_rank
 from ..launcher.signals import STOPS, StopRequest, handling
 from ..options.config_file import with_config
 from ..options.options import Parser, add_arguments, read_options
@@ -202,16 +202,10 @@ def _measured(model: nn.Module, options: RunOptions, cost: CostModel, rank: int)
 
 def main_of(kind: type[Options], run: Callable[[Options], Metrics]) -> None:
     """The main function of a rank under `torchrun -m odc_triton.train.JOB`: the command line, the job, the status."""
-    try:
-        _main(kind, run)
-    except SystemExit as end:
-        end_process(status_of(end))
-    end_process(0)
+    run_as_rank(partial(_main, kind, run))
 
 
 def _main(kind: type[Options], run: Callable[[Options], Metrics]) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
     parser = Parser(prog=f"odc_triton.train.{kind.job}", description=kind.__doc__)
     add_arguments(parser, kind, config=True)
     try:

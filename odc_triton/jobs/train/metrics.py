@@ -129,7 +129,6 @@ class Progress:
     def __init__(self, *, total: int, done: int, shown: bool) -> None:
         # tqdm's own lock is a named semaphore, which a killed rank would leave behind; only one thread uses it here.
         tqdm.set_lock(threading.RLock())
-        # Without a terminal, in a job's log, every update is a separate line.
         is_log = not sys.stderr.isatty()
         pace = {"mininterval": _LOG_S, "file": _Lines(sys.stderr), "ncols": 0} if is_log else {}
         self._bar = tqdm(total=total, initial=done, unit="step", disable=not shown, **pace)

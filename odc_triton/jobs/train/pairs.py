@@ -7,8 +7,8 @@ torchrun --nproc-per-node 2 -m odc_triton.train.dpo --data FILE --model FOLDER -
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
+from ...objectives.dpo import Logits
 from ...packs.reference import AdapterReference, Reference
 from ..data.dataset import PreparedSamples
 from .job import OnMetrics, Sharded, load_frozen, main_of, run_job, train
@@ -18,9 +18,6 @@ from .pairs_run import PairRun
 from .prepare import Prepared
 from .sft import check_before_start as check_before_start
 from .sft import prepare
-
-if TYPE_CHECKING:
-    from ...objectives.dpo import Logits
 
 
 def train_pairs(options: PairOptions, on_metrics: OnMetrics | None = None) -> Metrics:

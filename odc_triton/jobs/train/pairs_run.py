@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import nn
 
-from ...engine.api import engine_of
 from ...nn.modes import evaluating
 from ...objectives.dpo import DPO, Logits
 from ...objectives.orpo import ORPO
@@ -58,11 +57,8 @@ class PairRun(Run):
     ) -> None:
         """`reference`: of DPO, the logits of a pack by the model at the start."""
         refuse_router_loss(model, f"which train {options.job} leaves out: {NO_ROUTER_LOSS}")
-        grid = engine_of(model).grid
-        self.data, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
-        self.per_step, self.reference, self.cost = options.pairs_per_rank * grid.world, reference, cost
-        epoch_steps = max(len(self.mix) // self.per_step, 1)
-        super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
+        super().__init__(options=options, model=model, prepared=prepared)
+        self.reference, self.cost, grid = reference, cost, self.engine.grid
         models = [model, *([reference.model] if isinstance(reference, Reference) else ())]
         self.shares = options.share_prefixes == "auto" and all(takes_branches(innermost(each)) for each in models)
         limits = Limits(ranks=grid.world, token_cap=options.token_cap, replicas=grid.replicas)

@@ -27,6 +27,7 @@ from .agreement import GradientNorm, IdleTime
 from .metrics import Metrics
 from .model import ties_head
 from .optimizers import make_optimizer, make_schedule
+from .prepare import Prepared
 from .run_folder import require_same
 from .run_options import RunOptions
 from .stop import StopSignal
@@ -63,22 +64,19 @@ class Run(ABC):
     measure: ClassVar[str] = "eval_loss"  # by which evaluations are compared
     more_is_better: ClassVar[bool] = False
     bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
-    evaluation: Any  # the held-out data, or None
 
-    def __init__(
-        self, *, options: RunOptions, model: nn.Module, identity: dict[str, Any] | None = None, epoch_steps: int
-    ) -> None:
-        """`model` is sharded, and packing was enabled before that. `identity`: what a run must share with this one to
-        resume it, by default the options'. `epoch_steps`: the steps of one pass over the data.
-        """
+    def __init__(self, *, options: RunOptions, model: nn.Module, prepared: Prepared[Any]) -> None:
+        """`model` is sharded, and packing was enabled before that."""
         self.options, self.model = options, model
         self.engine = engine_of(model)
-        self.identity = identity or options.identity(self.engine.world)
+        self.data, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
+        self.identity = prepared.identity
+        self.per_step = getattr(options, options.per_rank) * self.engine.world  # samples, prompts or pairs
+        self.epoch_steps = len(self.mix) // self.per_step
         self.state = RunState()
         self.optimizer = make_optimizer(model, options)
         epochs = getattr(options, "epochs", None) or 1.0
-        self.steps = options.steps or max(round(epochs * epoch_steps), 1)
-        self.epoch_steps = epoch_steps
+        self.steps = options.steps or max(round(epochs * self.epoch_steps), 1)
         self._schedule = make_schedule(options, self.steps)
         self.stop_signal = StopSignal()
         self.parts: list[StepPart] = []  # of the barrier of a step, in addition to the run's

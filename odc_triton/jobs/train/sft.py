@@ -80,16 +80,7 @@ def train_sft_among(options: SftOptions, among: Among, *, data: Path, on_metrics
 def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[PreparedSamples]) -> SftRun:
     teacher = load_teacher(options, sharded)
     model, cost = sharded(options)
-    return SftRun(
-        options=options,
-        model=model,
-        teacher=teacher,
-        data=prepared.data,
-        evaluation=prepared.evaluation,
-        mix=prepared.mix,
-        cost=cost,
-        identity=prepared.identity,
-    )
+    return SftRun(options=options, model=model, teacher=teacher, prepared=prepared, cost=cost)
 
 
 def check_before_start(options: SampleOptions, ranks: int) -> None:

@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ...engine.api import engine_of
 from ...nn.modes import evaluating
 from ...objectives.cross_entropy import CrossEntropy, Distillation
 from ...packs.collate import Pack, PackedDataset, pack_collate
@@ -19,10 +20,8 @@ from ...packs.pack_loader import tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.cost import CostModel
 from ...plan.entries import Entry
-from ...plan.order import Mix
-from ...plan.plan import MinibatchPacks
 from ...plan.planner import make_plan
-from ...plan.queue import QUEUE, QueuedPacks
+from ...plan.queue import QUEUE
 from ...plan.relatives import Relatives, find_relatives
 from ...plan.sampler import MinibatchSampler
 from ...plan.samples import Limits, Samples
@@ -34,6 +33,7 @@ from ...sequence.exchange import SequenceExchange
 from ...step import evaluate
 from ..data.dataset import PreparedSamples
 from .metrics import Metrics
+from .prepare import Prepared
 from .run import Run, shared_counter
 from .sft_options import SftOptions
 
@@ -54,20 +54,17 @@ class SftRun(Run):
         *,
         options: SftOptions,
         model: nn.Module,
-        teacher: nn.Module | None = None,
-        data: PreparedSamples,
-        evaluation: PreparedSamples | None = None,
-        mix: Mix | None = None,
-        cost: CostModel | None = None,
-        identity: dict[str, Any] | None = None,
+        teacher: nn.Module | None,
+        prepared: Prepared[PreparedSamples],
+        cost: CostModel,
     ) -> None:
-        """`teacher`: to learn from, sharded as `model` is. `mix`: of `data` in an epoch; by default each once."""
-        self.data, self.evaluation = data, evaluation
-        engine = engine_of(model)
+        """`teacher`: to learn from, sharded as `model` is."""
+        super().__init__(options=options, model=model, prepared=prepared)
+        data, grid = prepared.data, self.engine.grid
         lengths = data.lengths.tolist()
-        splits = options.split_sequences and engine.grid.shards > 1
+        splits = options.split_sequences and grid.shards > 1
         over = sum(length > options.token_cap for length in lengths)
-        over = min(over, options.samples_per_rank * engine.grid.shards)
+        over = min(over, options.samples_per_rank * grid.shards)
         cuts = most_cuts_of([model, teacher], over, options.split_cuts)
         self.sampler = MinibatchSampler(
             lengths,
@@ -75,32 +72,31 @@ class SftRun(Run):
             options.token_cap,
             balance=options.balance,
             seed=options.seed,
-            rank=engine.rank,
-            world=engine.world,
+            rank=grid.rank,
+            world=grid.world,
             cost=cost,
             drop_last=True,
-            counter=shared_counter(options, engine.grid) if options.balance == QUEUE else None,
+            counter=shared_counter(options, grid) if options.balance == QUEUE else None,
             split=splits and (options.split_tokens or True),
             split_cuts=cuts,
-            replicas=engine.grid.replicas,
-            mix=mix,
-            relatives=self._relatives(options, cost, engine.rank) if options.share_prefixes else None,
+            replicas=grid.replicas,
+            mix=prepared.mix,
+            relatives=self._relatives(cost) if options.share_prefixes else None,
             extra=tower_costs(model, data.images),
             floors=data.floors,
             targets=data.target_counts.tolist(),
         )
-        super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
             self._enable_split(teacher, cuts)
         self.teacher = self.teacher_of(teacher)
         self.objective = CrossEntropy() if self.teacher is None else Distillation(teacher=self.teacher)
-        self._epoch = iter(self.sampler)
+        self._minibatches = chain.from_iterable(repeat(self.sampler))  # this rank's packs, of one epoch after another
 
-    def _relatives(self, options: SftOptions, cost: CostModel | None, rank: int) -> Relatives:
+    def _relatives(self, cost: CostModel) -> Relatives:
         """Who shares how much. Rank 0 prints the sum."""
         relatives = find_relatives(self.data.undecoded())
-        if rank == 0:
-            tokens, part = relatives.savings(cost or CostModel.paper_7b(), token_cap=options.token_cap)
+        if self.engine.rank == 0:
+            tokens, part = relatives.savings(cost, token_cap=self.options.token_cap)
             total = sum(relatives.lengths)
             print(f"--share-prefixes saves {tokens} of {total} tokens, {part:.0%} of the time, at most", flush=True)
         return relatives
@@ -118,8 +114,8 @@ class SftRun(Run):
                 checked += [max(measured, key=lambda each: (each[1] > cap, each[place])) for place in (1, 2)]
         for _, length, floor in checked:
             if length > cap and not self.options.split_tokens:
-                needed = readable_tokens([length], floors=[floor], ranks=shards, samples=1, **self._limits)
-                tokens = max(tokens, needed)
+                how = {"token_cap": cap, "cost": self.sampler.cost}
+                tokens = max(tokens, readable_tokens([length], floors=[floor], ranks=shards, samples=1, **how))
         for number, length, floor in checked:
             limits = Limits(ranks=shards, token_cap=cap, split_tokens=tokens)
             sample = Samples.of(limits.checked([length]), self.sampler.cost, names=[number], earliest_cuts=[floor])
@@ -127,18 +123,6 @@ class SftRun(Run):
         for model in (self.model, teacher):
             if model is not None:
                 enable_split(model, tokens, cuts=cuts or CUTS)
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        return {"token_cap": self.sampler.token_cap, "cost": self.sampler.cost}
-
-    def next_packs(self) -> MinibatchPacks | QueuedPacks:
-        """This rank's packs of the next minibatch. Starts a new epoch when one ends."""
-        own = next(self._epoch, None)
-        if own is None:
-            self._epoch = iter(self.sampler)
-            own = next(self._epoch)
-        return own
 
     @staticmethod
     def _collate_of(data: PreparedSamples) -> Callable[[list[Entry]], Pack]:
@@ -148,10 +132,10 @@ class SftRun(Run):
     def train_step(self) -> Metrics:
         start_s = time.monotonic()
         collate, has_images = self._collate_of(self.data), self.data.images is not None
-        report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_images)
+        report = self.step(partial(next, self._minibatches), self.objective, collate=collate, ahead=has_images)
         tokens, more = report.terms, {}
         if router_weight(self.model):
-            more["aux_loss"] = report.sums["router"] / self.sampler.samples_per_minibatch
+            more["aux_loss"] = report.sums["router"] / self.per_step
         if self.teacher is not None:
             more["divergence"] = report.sums["divergence"] / tokens
         self.state.sampler = place = self.sampler.state_dict()
@@ -159,7 +143,7 @@ class SftRun(Run):
         return self.stepped(start_s, tokens, {"epoch": epoch, "loss": report.sums["token_loss"] / tokens, **more})
 
     def in_words(self) -> str:
-        samples, left = len(self.sampler.mix), len(self.sampler.mix) % self.sampler.samples_per_minibatch
+        samples, left = len(self.mix), len(self.mix) % self.per_step
         rest = f", {left} of {samples} samples don't fill a step and are left out, others in each epoch"
         return super().in_words() + rest * bool(left)
 
@@ -195,5 +179,4 @@ class SftRun(Run):
     def resume(self, saved: dict[str, Any], where: Path) -> str:
         changed = super().resume(saved, where)
         self.sampler.load_state_dict(self.state.sampler)
-        self._epoch = iter(self.sampler)
         return changed

@@ -93,7 +93,7 @@ def train_all(sweep: Sweep) -> None:
     among = Among(mesh=own, base_of=lambda options: bases[_key(options)], stop=request)
     where = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
     stop, outcomes = StopSignal(engine.require_peers, request), []
-    group = watched_barrier(grid_of(own), timeout) if each > 1 else contextlib.nullcontext()
+    group = watched_barrier(grid_of(own), timeout)
     with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))), group as barrier:
         openers = partial(open_barrier, grid_of(own), timeout), partial(store_counter, own.get_group(), timeout)
         runner = _Runner(sweep, among, engines, barrier, where, openers)
@@ -166,13 +166,13 @@ def _load_base(options: RunOptions, mesh: DeviceMesh, timeout: timedelta) -> nn.
     return model
 
 
-def _turns(counter: StoreCounter, barrier: Barrier | None, stop: StopRequest, runs: int) -> Iterator[int]:
-    """The places of the runs that the ranks of `barrier` take (None: this one), until none is left or a rank stops."""
+def _turns(counter: StoreCounter, barrier: Barrier, stop: StopRequest, runs: int) -> Iterator[int]:
+    """The places of the runs that the ranks of `barrier` take, until none is left or a rank stops."""
     while True:
         message = {"stops": stop.signal is not None, "place": runs}
-        if not message["stops"] and (barrier is None or barrier.rank == 0):
+        if not message["stops"] and barrier.rank == 0:
             message["place"] = counter.add("runs", 1) - 1
-        messages = [message] if barrier is None else barrier.exchange("take the next run", message)
+        messages = barrier.exchange("take the next run", message)
         if stops := any(theirs["stops"] for theirs in messages):
             counter.add("runs", runs)  # other groups take no more either
         if stops or messages[0]["place"] >= runs:
@@ -182,7 +182,7 @@ def _turns(counter: StoreCounter, barrier: Barrier | None, stop: StopRequest, ru
 
 @dataclass(frozen=True)
 class _Runner:
-    """The ranks that train a run together. `bases`: the engines of what all share; `barrier`: theirs, if several.
+    """The ranks that train a run together. `bases`: the engines of what all share; `barrier`: theirs.
 
     `openers` open their barriers and counters, which each rank numbers; one that fails may have opened fewer.
     """
@@ -190,7 +190,7 @@ class _Runner:
     sweep: Sweep
     among: Among
     bases: list[Engine]
-    barrier: Barrier | None
+    barrier: Barrier
     where: str
     openers: tuple[Callable[[], Any], ...]
 
@@ -225,8 +225,7 @@ class _Runner:
             for base in self.bases:
                 for borrower in base.borrowers:  # the other ranks of this run may wait for this one
                     borrower.abort(error)
-            if self.barrier is not None:  # or at the next barrier, if the run has no engine yet
-                self.openers[0]().abort(describe(error))
+            self.openers[0]().abort(describe(error))  # or at the next barrier, if the run has no engine yet
             self.bases[0].require_peers(f"their shards, after run {name} failed")
             with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
@@ -238,8 +237,6 @@ class _Runner:
 
     def _agreed(self, end: RunEnd, is_own: bool) -> RunEnd:
         """That of the group: failed if it is so on any rank, by an error that `is_own`, not a peer's. Collective."""
-        if self.barrier is None:
-            return end
         messages = self.barrier.exchange("the end of a run", {"error": end.error, "is_own": is_own})
         if not (failed := [theirs for theirs in messages if theirs["error"]]):
             return end

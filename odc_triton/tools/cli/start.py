@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ...base.environment import joined_world
-from ...jobs.launcher.launch import LocalRanks, die_with_parent, end_process, status_of, warn_of_few_cores
+from ...jobs.launcher.launch import LocalRanks, run_as_rank, warn_of_few_cores
 from ...jobs.launcher.signals import STOPS, handling
 from ..memory.advice import advising
 
@@ -32,13 +32,7 @@ def _join(name: str, run: str, options: Any, world: int) -> NoReturn:
     """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
     from ...jobs.train.job import run_here
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-    try:
-        run_here(advising(options, world)(getattr(import_module(name), run)), options)
-    except SystemExit as end:
-        end_process(status_of(end))
-    end_process(0)
+    run_as_rank(lambda: run_here(advising(options, world)(getattr(import_module(name), run)), options))
 
 
 def default_ranks(device: str = "auto") -> int:
