@@ -16,6 +16,7 @@ from ...engine.kept import rows_in_slot, rows_to_keep
 from ...nn.choice import Choice, choose
 from ...nn.experts import are_experts
 from ...sharding.collect import FoundParameter, dtype_name
+from .shards import element_bytes
 
 FORMATS = ("nf4", "int8")
 
@@ -41,7 +42,7 @@ def stored(
         return [plain], 0
     elif value.ndim == 2 + all(map(are_experts, homes)) and id(value) not in kept and _are_packed(homes):
         sizes = _packed(plain.shape, quantize)
-        dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
+        dequantized = value.numel() * element_bytes(plain.compute_dtype)
     else:
         return [replace(plain, master_dtype=plain.compute_dtype)], 0  # as `from_pretrained` in this dtype
     frozen = replace(plain, reduce_dtype=None)
@@ -81,7 +82,7 @@ def other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], world
     """Of experts that are read on demand on a GPU, where autograd runs backwards in a thread of its own."""
     others, row_bytes, slots = [], [], {}
     for entry, spec in found:
-        itemsizes = [0 if d is None else getattr(torch, d).itemsize for d in (spec.compute_dtype, spec.reduce_dtype)]
+        itemsizes = [0 if d is None else element_bytes(d) for d in (spec.compute_dtype, spec.reduce_dtype)]
         values, sums = (math.prod(spec.shape[1:]) * itemsize for itemsize in itemsizes)
         others.append(spec.shape[0] - shard_rows(spec.shape[0], world, 0)[1])
         row_bytes.append((values, sums))
