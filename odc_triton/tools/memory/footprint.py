@@ -9,6 +9,8 @@ counted: the allocator's rounding and caches, kernels' workspaces, the runtime (
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,27 +18,31 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...checkpoint.parameters import plain_elements
-from ...comm.layout import find_units
-from ...jobs.reports.report import in_columns
+from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
 from ...nn.choice import TABLE
+from ...optim import adamw8bit
+from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
 from ...sharding.collect import check_policy, find_parameters, spec_of
-from .layers import FORMATS, makes_gradient, other_experts_bytes, stored
-from .peaks import activation_bytes_per_token, long_bytes_per_token, read_bytes, text_config
-from .shards import (
-    OPTIMIZER_STATES,
-    Ranks,
-    element_bytes,
-    of_fsdp2,
-    of_odc,
-    split_buffer_bytes,
-    state_bytes,
-    trained_of,
+from .layers import FORMATS, element_bytes, makes_gradient, other_experts_bytes, stored
+from .peaks import (
+    ROOT,
+    Units,
+    activation_bytes_per_token,
+    fsdp2_whole_gradient_bytes,
+    gathered_bytes,
+    long_bytes_per_token,
+    read_bytes,
+    text_config,
+    whole_gradient_bytes,
 )
+from .table import side_by_side
 
 SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
+# Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
+OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
 OPTIMIZERS = (*OPTIMIZER_STATES, "adamw-8bit")
 
 
@@ -125,52 +131,14 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.shared_bytes + self.private_bytes
 
+    @property
+    def title(self) -> str:
+        ranks = f"{self.replicas}x{self.world}" if self.replicas > 1 else self.world
+        ranks = ranks if self.run_ranks is None else f"{self.run_ranks} of {ranks}"
+        return f"{self.scheme}/{self.backend}/{ranks}"
+
     def __str__(self) -> str:
         return side_by_side(self)
-
-
-_ROWS = (
-    ("parameter shard, compute dtype", "compute_shard_bytes"),
-    ("parameter shard, master", "master_shard_bytes"),
-    ("gradient shard", "gradient_shard_bytes"),
-    ("gradient cast to the master's dtype", "gradient_cast_bytes"),
-    ("optimizer states", "optimizer_state_bytes"),
-    ("split sequences", "split_bytes"),
-    ("rows for Muon", "muon_bytes"),
-    ("other ranks' experts", "other_experts_bytes"),
-    ("buffers", "buffer_bytes"),
-    ("checkpoints in the background, host", "checkpoint_host_bytes"),
-    ("unsharded parameters, peak", "gathered_bytes"),
-    ("unsharded gradients, peak", "transient_gradient_bytes"),
-    ("activations (estimate)", "activation_bytes"),
-    ("total", "total_bytes"),
-    ("of which readable by peers", "shared_bytes"),
-    ("whole job, shared memory", "job_shared_bytes"),
-)
-
-
-def side_by_side(*plans: MemoryPlan) -> str:
-    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank, in MB if no
-    total is 1 GB.
-    """
-    unit, of = ("GB", 1e9) if max(plan.total_bytes for plan in plans) >= 1e9 else ("MB", 1e6)
-
-    def cell(plan: MemoryPlan, name: str) -> str:
-        if name == "activation_bytes" and plan.activation_bytes_per_token is None:
-            return "unknown"
-        return f"{getattr(plan, name) / of:.3f}"
-
-    rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
-    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes")
-    shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
-    rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
-    return "\n".join(in_columns(rows, numbers=True))
-
-
-def _title(plan: MemoryPlan) -> str:
-    ranks = f"{plan.replicas}x{plan.world}" if plan.replicas > 1 else plan.world
-    ranks = ranks if plan.run_ranks is None else f"{plan.run_ranks} of {ranks}"
-    return f"{plan.scheme}/{plan.backend}/{ranks}"
 
 
 def memory_plan(
@@ -274,12 +242,12 @@ def memory_plan(
         raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
     specs = [spec for of_entry, _ in packed for spec in of_entry]
 
-    ranks = Ranks(world=world, run_ranks=run_ranks or world, replicas=replicas)
-    trained = trained_of(specs)
+    ranks = _Ranks(world=world, run_ranks=run_ranks or world, replicas=replicas)
+    trained = _trained(specs)
     by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
     others = [spec for spec in trained if spec not in by_muon]
-    states = state_bytes(ranks, "muon", by_muon)
-    states += state_bytes(ranks, "adamw" if optimizer == "muon" else optimizer, others)
+    states = _state_bytes(ranks, "muon", by_muon)
+    states += _state_bytes(ranks, "adamw" if optimizer == "muon" else optimizer, others)
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     buffer_bytes *= 1 if run_ranks is None else 2  # the base's too
     host_bytes = ranks.shard_bytes(specs, "master_dtype") + states + buffer_bytes
@@ -291,13 +259,13 @@ def memory_plan(
         ]
         whole = [spec for _, spec, reads in every if not reads]
         made = [spec for entry, spec, reads in every if not reads or makes_gradient(entry, backend)]
-        memory = of_odc(specs, whole, made, by_muon, ranks, backend)
+        memory = _of_odc(specs, whole, made, by_muon, ranks, backend)
         memory["gathered_bytes"] += dequantized
         if backend == "cuda":
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
             memory["other_experts_bytes"] = other_experts_bytes(experts, world, expert_cache_bytes)
     else:
-        memory = of_fsdp2(specs, ranks, resharded=scheme == "fsdp2")
+        memory = _of_fsdp2(specs, ranks, resharded=scheme == "fsdp2")
     largest = max(plain, key=lambda spec: math.prod(spec.shape))
     itemsize, split_bytes, read, offloaded = element_bytes(largest.compute_dtype), 0, 0, 0
     how = {"itemsize": itemsize, "gradient_checkpointing": gradient_checkpointing, "split": bool(split_tokens)}
@@ -316,7 +284,7 @@ def memory_plan(
         decoder = Decoder.of(config)
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
         sizes = {"tokens": split_tokens, "cuts": split_cuts, "world": run_ranks or world, "gradients": bool(trained)}
-        split_bytes = split_buffer_bytes(decoder, largest.compute_dtype, in_flight=in_flight, **sizes)
+        split_bytes = _split_bytes(decoder, largest.compute_dtype, in_flight=in_flight, **sizes)
         if gradient_checkpointing:
             widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
             long = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
@@ -345,3 +313,136 @@ def memory_plan(
         job_shared_bytes=job_shared,
         **memory,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """The ranks that parameters are split over: frozen ones over `world`, those that train over `run_ranks` of them;
+    and again over `replicas`.
+    """
+
+    world: int
+    run_ranks: int
+    replicas: int = 1
+
+    def shard_bytes(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
+        """Of rank 0, in the dtype that this field of a spec names."""
+        total = 0
+        for spec in specs:
+            ranks = self.world if spec.reduce_dtype is None else self.run_ranks
+            _, in_shard = shard_rows(spec.shape[0], ranks, 0)
+            rows = shard_rows(in_shard, self.replicas, 0)[1:]
+            n_bytes = math.prod((*rows, *spec.shape[1:])) * element_bytes(getattr(spec, dtype_field))
+            total += aligned(n_bytes, alignment_bytes)
+        return total
+
+
+def _trained(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    return [spec for spec in specs if spec.reduce_dtype is not None]
+
+
+def _unit_bytes(specs: Iterable[ParameterSpec], dtype_field: str) -> Units:
+    """Of each unit's whole parameters, by the unit's name; the root is always included."""
+    units: Units = defaultdict(int, {ROOT: 0})
+    for spec in specs:
+        units[spec.unit] += math.prod(spec.shape) * element_bytes(getattr(spec, dtype_field))
+    return units
+
+
+def _of_odc(
+    specs: list[ParameterSpec],
+    whole: list[ParameterSpec],
+    made: list[ParameterSpec],
+    by_muon: list[ParameterSpec],
+    ranks: _Ranks,
+    backend: str,
+) -> dict[str, int]:
+    """Fields of the plan. `whole`: what is gathered; `made`: what has whole gradients; `by_muon`: what Muon steps."""
+    world, run, apart = ranks.world, ranks.run_ranks, backend == "cuda"
+    in_replica = replace(ranks, replicas=1)
+    trained = _trained(specs)
+    # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
+    # On the CPU there is one mapping, in which the shards of a parameter are contiguous; runs have one each.
+    alignment = ALIGNMENT_BYTES if apart else 1
+    compute_shard = in_replica.shard_bytes(specs, "compute_dtype", alignment)
+    gradient_shard = in_replica.shard_bytes(trained, "reduce_dtype", alignment)
+    in_run, base = (specs, []) if run == world else (trained, [spec for spec in specs if spec.reduce_dtype is None])
+    of_replica = world * (compute_shard + gradient_shard)
+    if not apart:
+        dtypes = {dtype for spec in specs for dtype in (spec.compute_dtype, spec.reduce_dtype) if dtype is not None}
+        itemsizes = {dtype: element_bytes(dtype) for dtype in dtypes}
+        parts = ((world // run, in_run), (1, base))
+        of_replica = sum(n * make_layout(some, world=run, itemsizes=itemsizes).size_bytes for n, some in parts)
+    shapes = [spec.shape for spec in by_muon]
+    muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=run, apart=True)[1])
+    of_run = run * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=run, apart=False)[1]
+    of_replica += world // run * of_run
+    with_gradient = _trained(made)
+    tied = _unit_bytes([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
+    return {
+        "compute_shard_bytes": compute_shard,
+        "gradient_shard_bytes": gradient_shard,
+        "master_shard_bytes": ranks.shard_bytes([spec for spec in specs if spec.has_own_master], "master_dtype"),
+        "gradient_cast_bytes": ranks.shard_bytes([spec for spec in trained if _copies_gradient(spec)], "master_dtype"),
+        "gathered_bytes": gathered_bytes(_unit_bytes(whole, "compute_dtype")) if apart else 0,
+        "transient_gradient_bytes": whole_gradient_bytes(
+            _unit_bytes(with_gradient, "compute_dtype"), tied=sum(tied.values())
+        ),
+        "muon_bytes": muon_bytes,
+        "job_shared_bytes": of_replica * ranks.replicas,
+    }
+
+
+def _copies_gradient(spec: ParameterSpec) -> bool:
+    """True if `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
+    reduced = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
+    return reduced != spec.master_dtype
+
+
+def _of_fsdp2(specs: list[ParameterSpec], ranks: _Ranks, *, resharded: bool) -> dict[str, int]:
+    """Fields of the plan. `resharded`: blocks are, after forward."""
+    trained = _trained(specs)
+    units = _unit_bytes(specs, "compute_dtype")
+    gathered = gathered_bytes(units) if resharded else sum(units.values())
+    gradient_shard = ranks.shard_bytes(trained, "master_dtype")
+    # The root's parameters that are registered before the first block get their gradients after the blocks.
+    first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
+    late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
+    whole_gradients = fsdp2_whole_gradient_bytes(
+        _unit_bytes(trained, "compute_dtype"),
+        _unit_bytes(trained, "reduce_dtype"),
+        late_root=_unit_bytes(late, "compute_dtype")[ROOT],
+        resharded=resharded,
+        gathered_bytes=gathered,
+        shard_bytes=gradient_shard,
+    )
+    return {
+        "gradient_shard_bytes": gradient_shard,
+        "master_shard_bytes": ranks.shard_bytes(specs, "master_dtype"),
+        "gathered_bytes": gathered,
+        "transient_gradient_bytes": whole_gradients,
+    }
+
+
+def _state_bytes(ranks: _Ranks, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
+    if optimizer == "adamw-8bit":
+        return sum(adamw8bit.state_bytes(spec.shape, (ranks.run_ranks, ranks.replicas)) for spec in specs)
+    tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
+    return tensors * ranks.shard_bytes(specs, "master_dtype") + scalar_bytes * len(specs)
+
+
+def _split_bytes(
+    decoder: Decoder, dtype: str, *, tokens: int, cuts: int, world: int, in_flight: int | None, gradients: bool
+) -> int:
+    """Of one rank."""
+    widths, found = (decoder.key_width, decoder.value_width), decoder.recurrent
+    layers = [kv_buffers.LayerShape(heads=decoder.kv_heads, widths=widths, dtype=dtype)] * decoder.attending
+    if found is not None:
+        kernel = {"rows_per_cut": found.kernel - 1, "dtype": dtype}
+        layers += [kv_buffers.LayerShape(heads=1, widths=(found.channels,), **kernel)] * decoder.recurring
+    if found is not None and found.heads:
+        how = {"rows_per_cut": 1, "states": True, "dtype": "float64" if dtype == "float64" else "float32"}
+        pair = (found.key_width**2 if found.is_paired else 1, found.key_width * found.value_width)
+        layers += [kv_buffers.LayerShape(heads=found.heads, widths=pair, **how)] * decoder.recurring
+    sizes = {"tokens": tokens, "cuts": cuts, "world": world, "gradients": gradients}
+    return kv_buffers.buffer_regions(layers, **sizes, in_flight=in_flight or len(layers), apart=True)[1]

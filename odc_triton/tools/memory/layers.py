@@ -16,7 +16,6 @@ from ...engine.kept import rows_in_slot, rows_to_keep
 from ...nn.choice import Choice, choose
 from ...nn.experts import are_experts
 from ...sharding.collect import FoundParameter, dtype_name
-from .shards import element_bytes
 
 FORMATS = ("nf4", "int8")
 
@@ -47,6 +46,10 @@ def stored(
         return [replace(plain, master_dtype=plain.compute_dtype)], 0  # as `from_pretrained` in this dtype
     frozen = replace(plain, reduce_dtype=None)
     return [replace(frozen, shape=shape, master_dtype=d, compute_dtype=d) for shape, d in sizes], dequantized
+
+
+def element_bytes(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
 
 
 def _are_packed(homes: list[nn.Module]) -> bool:
