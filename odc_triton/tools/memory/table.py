@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...jobs.reports.report import in_columns
-
-if TYPE_CHECKING:
-    from .footprint import MemoryPlan
 
 _ROWS = (
     ("parameter shard, compute dtype", "compute_shard_bytes"),
@@ -29,13 +26,13 @@ _ROWS = (
 )
 
 
-def side_by_side(*plans: MemoryPlan) -> str:
-    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank, in MB if no
-    total is 1 GB.
+def side_by_side(*plans: Any) -> str:
+    """An aligned text table with one column per MemoryPlan (scheme/backend/world), in GB (10^9 bytes) per rank, in
+    MB if no total is 1 GB.
     """
     unit, of = ("GB", 1e9) if max(plan.total_bytes for plan in plans) >= 1e9 else ("MB", 1e6)
 
-    def cell(plan: MemoryPlan, name: str) -> str:
+    def cell(plan: Any, name: str) -> str:
         if name == "activation_bytes" and plan.activation_bytes_per_token is None:
             return "unknown"
         return f"{getattr(plan, name) / of:.3f}"
