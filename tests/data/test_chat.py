@@ -25,6 +25,7 @@ from tests.support.chats import (
     Segments,
     chatml,
     make_tokenizer,
+    said,
 )
 from tests.support.records import samples_of, tokenized, write_lines
 from tests.support.tokenized import tokenize_file
@@ -35,11 +36,6 @@ processors = pytest.importorskip("tokenizers").processors
 @pytest.fixture(scope="module")
 def tokenizers():
     return {name: make_tokenizer(template) for name, (template, _) in WRITERS.items()}
-
-
-def said(*contents: str) -> list[dict]:
-    """User and assistant in turn."""
-    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)]
 
 
 def expected(tokenizer, segments: Segments) -> tuple[list[int], list[int], bool]:
@@ -285,18 +281,20 @@ def test_turns_that_no_shorter_conversation_has(tmp_path):
     assert samples_of(data) == [expected(tokenizer, wanted)[:2]]
 
 
-@pytest.mark.parametrize("learned_from", [0, 3, 21])
+@pytest.mark.parametrize("learned_from", [0, 1, 3, 5, 7, 21])
 def test_odd_orders_of_turns(tokenizers, tmp_path, learned_from):
-    """Tools' answers, several turns of the assistant in a row, more than one system message."""
+    """Tools' answers, several turns of the assistant in a row, more than one system message; of a prompt and its
+    completion the completion's turns are learned.
+    """
     roles = ["system", "user", "assistant", "tool", "assistant", "assistant", "user", "user", "system", "assistant"] * 4
     talk = [{"role": role, "content": f"{role} says {at}"} for at, role in enumerate(roles)]
+    halves = {"prompt": talk[:learned_from], "completion": talk[learned_from:]}
     for name, (_, write) in WRITERS.items():
-        record = (
-            {"prompt": talk[:learned_from], "completion": talk[learned_from:]} if learned_from else {"messages": talk}
-        )
         known = len(write(talk[:learned_from]))
         segments = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
-        data = tokenized(tmp_path, record, encoder=TextEncoder.of(tokenizers[name]))
+        data = tokenized(
+            tmp_path, halves if learned_from else {"messages": talk}, encoder=TextEncoder.of(tokenizers[name])
+        )
         assert samples_of(data) == [expected(tokenizers[name], segments)[:2]]
 
 

@@ -21,7 +21,7 @@ from odc_triton.jobs.data.dataset import TokenizedDataset, tokenize_source
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import open_source
 from odc_triton.jobs.data.tokenizer import TextEncoder
-from tests.support.chats import make_tokenizer
+from tests.support.chats import make_tokenizer, said
 from tests.support.deadlines import LONG_S
 from tests.support.records import CHARACTERS, samples_of, write_lines
 from tests.support.tokenized import tokenize_file
@@ -31,10 +31,6 @@ TEMPLATE = (
     "{{ tools }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}{{ m.tool_calls or '' }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def said(*words: str) -> list[dict]:
-    return [{"role": ("user", "assistant")[at % 2], "content": word} for at, word in enumerate(words)]
 
 
 # What looks like a number, a date or a missing value is text, and an empty cell is an empty text.

@@ -9,8 +9,7 @@ import pytest
 from odc_triton.jobs.data.forms import record_of
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.tokenizer import TextEncoder
-from tests.data.test_chat import expected
-from tests.support.chats import THINKING, WRITERS, make_tokenizer
+from tests.support.chats import THINKING, make_tokenizer
 from tests.support.records import samples_of, tokenized
 
 ASK, SAY = {"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}
@@ -169,23 +168,6 @@ def test_marks_of_turns(name, learned, unlearned):
     for value in unlearned:
         with pytest.raises(DataError, match=f"message 1 has {name} .*, and all turns of the assistant are learned"):
             read({"messages": [ASK, {**SAY, name: value}]})
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_of_a_prompt_and_completion_the_completions_turns_are_learned(tmp_path, name):
-    """By prefixes and by marks; against what the template writes, in plain Python."""
-    template, write = WRITERS[name]
-    tokenizer = make_tokenizer(template)
-    talk = [ASK, SAY, {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}, ASK, SAY]
-    records = [{"prompt": talk[:at], "completion": talk[at:]} for at in (1, 2, 3, 5)]
-    wanted = []
-    for record in records:
-        known = len(write(record["prompt"]))
-        segments = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
-        wanted.append(expected(tokenizer, segments)[:2])
-    found = samples_of(tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer)))
-    assert found == wanted
-    assert len({tuple(labels) for _, labels in found}) == 3  # (2, 3): only a turn of the user is between them
 
 
 def test_turns_before_the_completion_need_not_be_learnable(tmp_path):

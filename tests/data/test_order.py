@@ -82,6 +82,8 @@ def test_weights_that_are_refused(weights, message):
 def test_a_mixture_reads_like_one_data_set(tmp_path):
     sets = [tokenized(tmp_path, *({"text": word * n} for n in range(1, many))) for word, many in (("a", 4), ("b", 9))]
     train, held_out = split_samples(sets[1], 3)
+    for part in (train, held_out):
+        assert samples_of(part) == [samples_of(sets[1])[index] for index in part.indices]
     whole = mixture([sets[0], train], [3, 1])
     wanted = samples_of(sets[0]) * 3 + samples_of(train)
     assert samples_of(whole) == wanted

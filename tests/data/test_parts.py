@@ -8,7 +8,6 @@ import pytest
 
 from odc_triton.jobs.data.encode import batches
 from odc_triton.jobs.data.forms import record_of
-from odc_triton.jobs.data.image_files import ImageError, read_image
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import open_source
 from tests.support.processors import encoded_image, image
@@ -78,6 +77,7 @@ WRONG = {
     "part without a type": (asked({"text": "a"}), {}, "message 0, part 0 is no object with a \"type\".* it has 'text'"),
     "text without text": (asked({"type": "text"}), {}, "part 0 is a text without 'text'; it has 'type'"),
     "video": (asked({"type": "video", "video": "a.mp4"}), {}, "has the type 'video'; only texts and images"),
+    "videos": (asked("What?"), {"videos": ["a.mp4"]}, "has 'videos'; only texts and images"),
     "two in a part": (asked(IMAGE | {"path": "a", "url": "b"}), {}, "give one image a part"),
     "a number": (asked(IMAGE | {"image": 7}), {}, "part 0: an image is a path, .* not a number"),
     "cut base64": (asked(IMAGE | {"base64": CODED[:-3]}), {}, "part 0: its base64 is damaged: .*"),
@@ -130,11 +130,3 @@ def test_image_columns_stay_encoded(tmp_path, kind):
 def test_batches_hold_few_images():
     one = record(FORMS["TRL"][0])
     assert [len(each) for each in batches([one] * 120)] == [50, 50, 20]
-
-
-def test_videos_and_other_addresses_are_refused() -> None:
-    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
-    with pytest.raises(DataError, match="here: has 'videos'; only texts and images"):
-        record_of("here", {"messages": messages, "videos": ["a.mp4"]})
-    with pytest.raises(ImageError, match="only http and https"):
-        read_image("ftp://host/a.png", None, fetch=True)

@@ -193,15 +193,6 @@ def test_split_is_by_seed_and_number_alone(many):
     assert len(split_samples(many, 0.001)[1]) == 1
 
 
-def test_subset_reads_like_a_data_set(many):
-    for part in split_samples(many, 7):
-        assert samples_of(part) == [samples_of(many)[index] for index in part.indices]
-        assert part.lengths.tolist() == [len(sample["labels"]) for sample in part]
-        assert part.target_counts.tolist() == [(sample["labels"][1:] != -100).sum() for sample in part]
-        assert part.largest_token == many.largest_token == ord("a")
-        assert part[-1]["input_ids"].tolist() == part[len(part) - 1]["input_ids"].tolist()
-
-
 @pytest.mark.parametrize("wrong", [0, -0.5, 1.5, float("nan"), 50, 51, 0.999])
 def test_split_that_leaves_nothing_is_refused(many, wrong):
     with pytest.raises(ValueError, match=r"evaluation split .*(give a number|would take 5\d of 50 samples)"):

@@ -87,6 +87,7 @@ def test_files(tmp_path):
         ("data", "it is not a regular file"),
         ("pipe", "it is not a regular file"),
         ("a" * 5000, "it cannot be read: File name too long"),
+        ("ftp://host/a.png", "only http and https"),
     ):
         with pytest.raises(ImageError, match=message):
             read_image(path, str(tmp_path), fetch=False)

@@ -15,6 +15,7 @@ from odc_triton.hf import compute_in_chunks, summed_loss
 from odc_triton.nn.modules import Linear
 from odc_triton.nn.replace import replace_layers
 from tests.hf.test_attention import LargestTensor
+from tests.support import slow
 from tests.support.families import FAMILIES, causal_lm
 from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.models import build
@@ -47,7 +48,12 @@ def same(got: dict, want: dict, tolerance: float) -> None:
         assert (got[name] - gradient).abs().max() <= tolerance * largest, name
 
 
-def compare(family: str) -> None:
+_FAST = ("Qwen3", "Phi3", "GPTNeoX", "StableLm", "Gemma2")
+_OTHERS = [name for name in (*FAMILIES, *HYBRIDS) if name not in _FAST and not (name in HYBRIDS and "images" in name)]
+
+
+@pytest.mark.parametrize("family", [*_FAST, *map(slow, _OTHERS)])
+def test_gradients(family: str) -> None:
     torch.manual_seed(0)
     plain = hybrid(family) if family in HYBRIDS else causal_lm(family, spread=0.05)
     kind = "recurrent" if family in HYBRIDS else FAMILIES[family].kind
@@ -66,17 +72,6 @@ def compare(family: str) -> None:
         or kind.startswith(("mixture", "state", "recurrent"))
         or family == "OPT"
     )
-
-
-@pytest.mark.parametrize("family", ["Qwen3", "Phi3", "GPTNeoX", "StableLm", "Gemma2"])
-def test_gradients(family: str) -> None:
-    compare(family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *(name for name in HYBRIDS if "images" not in name)])
-def test_gradients_of_every_family(family: str) -> None:
-    compare(family)
 
 
 class Widest(LargestTensor):

@@ -13,6 +13,7 @@ from torch import nn
 from odc_triton import hf
 from odc_triton.balance import pack_collate
 from odc_triton.packs.enable import takes_branches
+from tests.support import slow
 from tests.support.families import SIZES, causal_lm
 from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.versions import since
@@ -80,7 +81,8 @@ def alone(model: nn.Module, lengths: tuple[int, ...]) -> tuple[float, dict[str, 
     return total, gradients
 
 
-def _compare(name: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "lengths"), [*BEYOND, *(slow(*each) for each in MORE)])
+def test_pack_equals_each_document_alone(name: str, lengths: tuple[int, ...]) -> None:
     plain, packed = build(name), enabled(name)
     (pack,) = pack_collate([documents(lengths)])
     loss = hf.summed_loss(packed, pack)
@@ -88,17 +90,6 @@ def _compare(name: str, lengths: tuple[int, ...]) -> None:
     expected, gradients = alone(plain, lengths)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert_same_gradients(gradients_of(packed), gradients, 1e-4)
-
-
-@pytest.mark.parametrize(("name", "lengths"), BEYOND)
-def test_pack_equals_each_document_alone(name: str, lengths: tuple[int, ...]) -> None:
-    _compare(name, lengths)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lengths"), MORE)
-def test_every_kind_of_rope(name: str, lengths: tuple[int, ...]) -> None:
-    _compare(name, lengths)
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])

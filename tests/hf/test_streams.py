@@ -20,6 +20,7 @@ from tests.support import ranks
 from tests.support.models import build
 from tests.support.trainer_case import (
     STEPS,
+    Streamed,
     arguments,
     assert_weights_alike,
     logs,
@@ -140,19 +141,9 @@ def test_as_plain(tmp_path: Path) -> None:
         _assert_alike(result, plain)
 
 
-class Once(IterableDataset):
-    """Samples that can be read once."""
-
-    def __init__(self, given: list[dict[str, list[int]]]) -> None:
-        self.given = iter(given)
-
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return self.given
-
-
 def test_steps_of_a_stream() -> None:
     """Those of an epoch that are not full stay or go; a stream that can be read once ends."""
     for drop_last in (False, True):
         found = StreamedSteps(Stream(), 4, drop_last=drop_last)
         assert [step for step, _ in zip(found, range(STEPS), strict=False)] == _steps(drop_last)
-    assert list(StreamedSteps(Once(samples()[:COUNT]), 4, drop_last=False)) == _steps()[:3]
+    assert list(StreamedSteps(Streamed(iter(samples()[:COUNT])), 4, drop_last=False)) == _steps()[:3]

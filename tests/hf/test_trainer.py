@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_as_plain_and_goes_on(tmp_path: Path) -> None:
     for key in LOGGED:
         assert resumed[key] == resumed_other[key] == whole[key] == other[key]  # the log's history is the checkpoint's
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")
-    (fewer,) = ranks.run(_with_keywords, 1, _train, (str(tmp_path / "fewer"), checkpoint), {"seed": 9})
+    (fewer,) = ranks.run(partial(_train, seed=9), 1, str(tmp_path / "fewer"), checkpoint)
     for key in LOGGED:
         torch.testing.assert_close(fewer[key], whole[key], rtol=1e-5, atol=0)  # sums come in another order
 
@@ -177,10 +178,6 @@ def _assert_loads(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert torch.equal(loaded(ids).logits, want(ids).logits)
     assert (folder / "training_args.bin").exists()
-
-
-def _with_keywords(rank: int, world: int, function: Any, args: tuple, changes: dict[str, Any]) -> Any:
-    return function(rank, world, *args, **changes)
 
 
 def _adapted(rank: int, world: int, folder: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from odc_triton.plan.relatives import floor_of
 from tests.support import ranks
 from tests.support.families import with_lora
 from tests.support.processors import make_processor
-from tests.support.trainer_case import arguments, assert_weights_alike, logs, weights_of
+from tests.support.trainer_case import Streamed, arguments, assert_weights_alike, logs, weights_of
 from tests.support.vision import FAMILIES, alone
 
 # Tokens of text, images: a step has two samples, so that at most steps a rank has no image.
@@ -122,12 +122,7 @@ def test_costs_of_a_stream_count_the_tower(tmp_path: Path) -> None:
     (seen,) = FAMILY.samples([(9, 3)])
     data = [seen, *FAMILY.samples([(len(seen["input_ids"]), 0)] * 3)]
     assert len({len(each["input_ids"]) for each in data}) == 1
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(data)
-
-    trainer = ODCTrainer(sharded(), arguments(str(tmp_path)), train_dataset=Stream())
+    trainer = ODCTrainer(sharded(), arguments(str(tmp_path)), train_dataset=Streamed(data))
     collate = trainer.get_train_dataloader().collate_fn
     found = [collate(data, rank=rank, ranks=2) for rank in range(2)]
     assert sorted(sum(len(pack["cu_seq_lens_q"]) - 1 for pack in packs) for packs in found) == [1, 3]

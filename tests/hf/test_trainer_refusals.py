@@ -16,7 +16,7 @@ from odc_triton.hf import ODCTrainer, PackingUnsupported, enable_packing, summed
 from odc_triton.jobs.trainers.sharded_trainer import ShardedTrainer
 from odc_triton.packs.collate import pack_collate
 from tests.support.models import build
-from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples, sharded_model
+from tests.support.trainer_case import LENGTHS, Streamed, arguments, odc_trainer, samples, sharded_model
 
 
 @pytest.mark.parametrize(
@@ -63,26 +63,30 @@ def test_fsdp_of_accelerates_launcher_is_refused(tmp_path: Path) -> None:
 
 
 def test_models_are_refused(tmp_path: Path) -> None:
-    args = arguments(str(tmp_path))
-    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM is not sharded: call odc_triton.hf.enable_packing"):
-        ODCTrainer(build("qwen2"), args, train_dataset=samples())
-    with pytest.raises(TypeError, match="model is a ODCLinear; give the transformers model"):
-        ODCTrainer(fully_shard(nn.Linear(3, 3)), args, train_dataset=samples())
-    unpacked = ODCTrainer(fully_shard(build("qwen2")), args, train_dataset=samples())
-    with pytest.raises(ValueError, match="two samples fit into a pack"):
-        unpacked.train()
-    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), rank=1, world=3)
-    with pytest.raises(ValueError, match="sampler is of rank 1 of 3, the model of rank 0 of 1"):
-        ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=sampler).train()
-    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS))
-    with pytest.raises(
-        ValueError, match=r"gradient_accumulation_steps=2 with a sampler.* 2 times the samples_per_rank"
+    for model, kind, words in (
+        (build("qwen2"), ValueError, r"Qwen2ForCausalLM is not sharded: call odc_triton.hf.enable_packing"),
+        (fully_shard(nn.Linear(3, 3)), TypeError, "model is a ODCLinear; give the transformers model"),
+        (fully_shard(build("qwen2")), ValueError, "two samples fit into a pack"),
     ):
-        odc_trainer(str(tmp_path), 1, gradient_accumulation_steps=2, sampler=sampler)
+        with pytest.raises(kind, match=words):
+            ODCTrainer(model, arguments(str(tmp_path)), train_dataset=samples()).train()
     with pytest.raises(ValueError, match=r"peft_config is given, but the trainer takes a sharded model: call peft"):
-        ODCTrainer(build("qwen2"), args, train_dataset=samples(), peft_config=object())
-    with pytest.raises(TypeError, match="sampler is a list"):
-        ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=[[0]]).train()
+        ODCTrainer(build("qwen2"), arguments(str(tmp_path)), train_dataset=samples(), peft_config=object())
+
+
+def test_samplers_are_refused(tmp_path: Path) -> None:
+    others = ({}, {"rank": 1, "world": 3}, {"relatives": find_relatives(samples())})
+    sampler, elsewhere, shared = (MinibatchSampler(LENGTHS, 4, max(LENGTHS), **each) for each in others)
+    twice = "gradient_accumulation_steps=2 with a sampler.* 2 times the samples_per_rank"
+    for given, changes, words in (
+        ({"sampler": elsewhere}, {}, "sampler is of rank 1 of 3, the model of rank 0 of 1"),
+        ({"sampler": sampler}, {"gradient_accumulation_steps": 2}, twice),
+        ({"sampler": shared}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha with segments of samples"),
+        ({"sampler": [[0]]}, {}, "sampler is a list"),
+    ):
+        args = arguments(str(tmp_path), **changes)
+        with pytest.raises((TypeError, ValueError), match=words):
+            ODCTrainer(sharded_model(), args, train_dataset=samples(), **given).train()
 
 
 # PEFT asks transformers by a name that is going away.
@@ -110,13 +114,6 @@ def test_classifiers_without_scores_of_tokens_are_refused() -> None:
     model = GPTNeoXForSequenceClassification(GPTNeoXConfig(vocab_size=97, num_labels=1, pad_token_id=0, **sizes))
     with pytest.raises(PackingUnsupported, match=r"GPTNeoXForSequenceClassification .* it gives a score of each row"):
         enable_packing(model)
-
-
-def test_noise_in_segments_of_samples_is_refused(tmp_path: Path) -> None:
-    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), relatives=find_relatives(samples()))
-    args = arguments(str(tmp_path), neftune_noise_alpha=5.0)
-    with pytest.raises(ValueError, match="neftune_noise_alpha with segments of samples"):
-        ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=sampler)
 
 
 def test_streams_are_refused(tmp_path: Path) -> None:
@@ -243,14 +240,6 @@ def test_other_inputs_of_the_model_are_refused(tmp_path: Path, column: str, how:
         (pack,) = pack_collate([[samples()[0]]])
         with pytest.raises(ValueError, match=f"the pack has {column}, inputs that packs have no place for"):
             summed_loss(model, pack | {column: pack["input_ids"]})
-
-
-class Streamed(torch.utils.data.IterableDataset):
-    def __init__(self, given: list[Any]) -> None:
-        self.given = given
-
-    def __iter__(self) -> Any:
-        return iter(self.given)
 
 
 def test_arguments_of_8_bit_adamw(tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ WRITERS: dict[str, tuple[str, Callable[[list[dict]], Segments]]] = {
 LLAMA_SPLIT = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+def said(*contents: str) -> list[dict]:
+    """User and assistant in turn."""
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)]
+
+
 def make_tokenizer(template: str | None):
     """transformers' class, byte-level, with a vocabulary learned from a little text with runs of white space."""
     from tokenizers import Regex, pre_tokenizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,16 @@ def samples() -> list[dict[str, list[int]]]:
     ids = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
     # A third of each sample is a prompt, which is not learned.
     return [{"input_ids": x, "labels": [-100] * (len(x) // 3) + x[len(x) // 3 :]} for x in ids]
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    """Of an iterator it can be read once."""
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.given)
 
 
 def arguments(folder: str, **changes: Any) -> Any:

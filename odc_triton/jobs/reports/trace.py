@@ -298,11 +298,9 @@ ACCUMULATE = "accumulate"
 GATHER = "gather"
 BARRIERS = "barriers"
 IDLE = "idle"
-CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS, IDLE)
-
 # On a GPU several streams run at a time: each moment counts for the first of these that runs, so accumulate and gather
 # count only where compute does not hide them.
-_ON_STREAMS = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS)
+CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS, IDLE)
 
 
 class TimeSpan(NamedTuple):
@@ -320,7 +318,7 @@ def nested(spans: Sequence[TimeSpan], start_s: float, end_s: float) -> dict[str,
 
 def overlapping(spans: Sequence[TimeSpan], start_s: float, end_s: float) -> dict[str, float]:
     """The same for one GPU, whose streams run concurrently: the category closest to compute counts."""
-    return _sum_up([(_ON_STREAMS.index(span.category), 0.0) for span in spans], spans, start_s, end_s)
+    return _sum_up([(CATEGORIES.index(span.category), 0.0) for span in spans], spans, start_s, end_s)
 
 
 def _sum_up(

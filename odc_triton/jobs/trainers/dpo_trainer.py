@@ -96,8 +96,6 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
         for each in {"aot", "aot_unpaired"} & {*args.loss_type}:
             raise ValueError(f"DPOConfig has loss_type {each!r}, which sorts a batch, and packs differ: choose another")
 
-    # ------------------------------------------------------------------ the reference
-
     def _set_reference(self, ref_model: nn.Module | None) -> None:
         given = self.eval_dataset
         evaluated = given.values() if isinstance(given, dict) else [] if given is None else [given]
@@ -110,8 +108,6 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
             self._shares = self._shares and takes_branches(innermost(ref_model))
             ref_model = self._wrap_model(ref_model.eval())
         self.ref_model = ref_model
-
-    # ------------------------------------------------------------------ a pack
 
     def _measure(self, packs: Sequence[Mapping[str, Any]]) -> None:
         if "sft" in self.loss_types:

@@ -187,8 +187,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 f"left out as incomplete. Give more prompts, or more num_generations of each"
             )
 
-    # ------------------------------------------------------------------ outside of minibatches
-
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's method in evaluation mode: a fused head has no logits in training."""
         with evaluating(self.model):
@@ -258,8 +256,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         """The rows that TRL would compute at once, if the model computes shared prompts once; 0 if not."""
         shares = self._share_prefixes and takes_branches(innermost(model))
         return self.args.per_device_train_batch_size // self._accumulated if shares else 0
-
-    # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the loss of all ranks' completions."""
@@ -353,8 +349,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 yield kept
         finally:
             self.entropy_coef, self.router_aux_loss_coef = coef, self._router_weight
-
-    # ------------------------------------------------------------------ resuming
 
     def _loop_state(self) -> dict[str, Any]:
         adaptive = {"entropy": [self.entropy_coef, self._last_world_entropy]} if self.use_adaptive_entropy else {}

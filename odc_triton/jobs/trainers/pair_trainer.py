@@ -72,8 +72,6 @@ class PairTrainer(ODCTrainer):
         refuse_unpacked(model)
         self._shares = share_prefixes == "auto" and self._noise_alpha is None and takes_branches(innermost(model))
 
-    # ------------------------------------------------------------------ data
-
     def _samples(self, dataset: Any) -> Any:
         if not hasattr(dataset, "__len__"):
             raise TypeError(
@@ -104,8 +102,6 @@ class PairTrainer(ODCTrainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         raise ValueError(f"{type(self).__name__}.predict: packs have no logits to return; call evaluate instead")
-
-    # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the mean loss of all ranks' pairs."""

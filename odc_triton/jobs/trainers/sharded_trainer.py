@@ -17,15 +17,12 @@ autocast, as in plain Trainer, but without the cache of cast weights, which woul
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,16 +30,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, sort_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import is_accelerate_available
 
-from ...base.files import folder_aside, remove_folder
-from ...checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
-from ...checkpoint.failures import all_or_none
-from ...checkpoint.folder import load_checkpoint, write_checkpoint
+from ...checkpoint import load_pretrained_shards, meta_causal_lm
 from ...checkpoint.pretrained_tensors import require_written
-from ...checkpoint.write_pretrained import is_of_a_model
 from ...engine.api import engine_of
 from ...engine.minibatch import refuse_other_samples
 from ...nn.operand import is_sharded
@@ -52,7 +44,7 @@ from ...packs.pack_loader import digest_of
 from ...plan.cost import CostModel
 from ...sharding.shard_module import fully_shard
 from ...step import Objective, StepPart, StepReport, Sums, Terms, run_step
-from .trainer_checkpoints import SHARDS, find_checkpoint, is_of_a_checkpoint
+from .trainer_checkpoints import SavedTrainer
 
 _ACCELERATE = "1.10.1"
 
@@ -77,7 +69,7 @@ class PackLoss(Objective):
         return self.loss_of(model, pack, terms)
 
 
-class ShardedTrainer(Trainer):
+class ShardedTrainer(SavedTrainer):
     """transformers' Trainer on a model of `fully_shard`, for subclasses that also have data and a step.
 
     In front of another Trainer it checks first: `class Mine(ShardedTrainer, GRPOTrainer)`. A subclass defines
@@ -92,12 +84,10 @@ class ShardedTrainer(Trainer):
     """
 
     takes_adapters: ClassVar[bool] = False  # the model may be PEFT's
-    _aside: str | None = None  # where a checkpoint is being written
 
     # Fields of the arguments that are refused if set, and remedies.
     refused: ClassVar[Mapping[str, str]] = {
-        "fsdp": "the model is sharded already: leave it out",
-        "deepspeed": "the model is sharded already: leave it out",
+        **dict.fromkeys(("fsdp", "deepspeed"), "the model is sharded already: leave it out"),
         "parallelism_config": "the model is sharded over data-parallel ranks: leave it out",
         "fp16": "gradients are summed unscaled: give fully_shard an mp_policy with param_dtype=torch.bfloat16",
         "fp16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
@@ -219,8 +209,6 @@ class ShardedTrainer(Trainer):
             )
         return made
 
-    # ------------------------------------------------------------------ a step
-
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
         """The model itself, see [Note: what accelerate wraps]."""
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -273,8 +261,6 @@ class ShardedTrainer(Trainer):
         load_pretrained_shards(reference, source)
         return reference
 
-    # ------------------------------------------------------------------ evaluation
-
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Trainer's, of the parameters as they are when the last rank begins."""
         with self._engine.naming_lost("evaluate"):
@@ -314,120 +300,12 @@ class ShardedTrainer(Trainer):
         self._engine.exchange("the end of an evaluation", {})  # who goes on may write
         return output
 
-    # ------------------------------------------------------------------ saving and resuming
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's. `resume_from_checkpoint=True` takes the newest whole checkpoint of `output_dir`."""
         with self._engine.naming_lost("train"):
             self._require_same("train_dataset", self.train_dataset)
             self._require_same("eval_dataset", self.eval_dataset)
             return super().train(self._found(resume_from_checkpoint), *args, **kwargs)
-
-    def _found(self, given: str | bool | None) -> str | bool | None:
-        """The checkpoint to go on from, as rank 0 finds it. Raises CheckpointCorrupt, a ValueError, on all ranks."""
-        if not given:
-            return given
-        with all_or_none(self._engine, "find the checkpoint") as shared:
-            if self._engine.rank == 0:
-                with self._engine.barrier.working():  # it may read all of a checkpoint
-                    shared["found"] = find_checkpoint(given, Path(self.args.output_dir))
-        return shared.all[0]["found"]
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""
-        with self._engine.naming_lost("save_model"):
-            self._publish_edits("save the model")
-            with all_or_none(self._engine, "save the model"), self._engine.barrier.working():
-                super().save_model(output_dir, _internal_call)  # rank 0 reads the others' shards
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            made = folder / ".model"
-            processor, source = self.processing_class, None
-            if getattr(processor, "video_processor", "") is None:  # its files are copied, as it can't be made here
-                source = processor.tokenizer.name_or_path or None
-            save_pretrained(self.model, made, processor, processor=source, overwrite=True)
-            files = {file.name for file in made.iterdir()}
-            for name in files:  # checkpoints may be in the same folder
-                if (made / name).is_dir():
-                    shutil.rmtree(folder / name, ignore_errors=True)
-                os.replace(made / name, folder / name)
-            made.rmdir()
-            if any(name.startswith("model") for name in files):  # not only adapters
-                for old in {*folder.glob("model*")} - {folder / name for name in files}:
-                    if is_of_a_model(old.name):  # transformers would load an older model.safetensors before new parts
-                        old.unlink()
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's, under a temporary name: `checkpoint-N` is there once every rank has written all of it."""
-        run, state, writes = self._get_output_dir(trial), self.state, self.args.should_save
-        final = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        purpose = f"save {final.name}"
-        with ExitStack() as writing:
-            with all_or_none(self._engine, purpose) as shared:
-                if writes:
-                    aside = writing.enter_context(folder_aside(final, overwrite=True, replaces=is_of_a_checkpoint))
-                    shared["aside"] = str(aside)
-            self._aside = shared.all[0]["aside"]
-            try:
-                with all_or_none(self._engine, purpose):
-                    super()._save_checkpoint(model, trial)
-            finally:
-                made, self._aside = Path(self._aside, final.name), None
-            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-            if best == final or best.is_dir():
-                state.best_model_checkpoint = str(best)
-            with all_or_none(self._engine, purpose), self._engine.barrier.working():
-                if writes:
-                    state.save_to_json(made / TRAINER_STATE_NAME)
-                    for each in made.iterdir():
-                        each.rename(aside / each.name)
-                    made.rmdir()
-                    writing.close()
-                    if (limit := self.args.save_total_limit or 0) > 0:
-                        paths = map(Path, sort_checkpoints(run, use_mtime=True))
-                        old = [path for path in paths if path not in (final, best)]
-                        for path in old[: max(0, len(old) + sum(map(Path.is_dir, {final, best})) - limit)]:
-                            remove_folder(path)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._aside or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._aside is None:  # else it is not whole yet
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write_checkpoint(
-            Path(output_dir, SHARDS),
-            model=self.model,
-            optimizer=self._plain_optimizer,
-            state=self._loop_state(),
-            step=self.state.global_step,
-        )
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_checkpoint(Path(resume_from_checkpoint, SHARDS), model=self.model, optimizer=None)
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        own = {"model": self.model, "optimizer": self._plain_optimizer}
-        self._load_loop_state(load_checkpoint(Path(checkpoint, SHARDS), **own))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
 
 @contextmanager

@@ -58,9 +58,8 @@ class ODCTrainer(ShardedTrainer):
     in autocast, as in Trainer.
 
     A model may have PEFT's adapters, added before `fully_shard`. A checkpoint's folder loads in plain transformers, or
-    PEFT, and has masters and optimizer states of trained parameters in `odc/`. Training can be
-    resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
-    `save_model` on every rank.
+    PEFT, and has masters and optimizer states of trained parameters in `odc/`. Training can be resumed on another
+    number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call `save_model` on each.
 
     It combines with another Trainer, as ODCSFTTrainer does. For another loss override `compute_loss`.
 
@@ -147,8 +146,6 @@ class ODCTrainer(ShardedTrainer):
                 f"lengths. Leave it out, or give a sampler"
             )
 
-    # ------------------------------------------------------------------ data
-
     def get_train_dataloader(self) -> DataLoader:
         """This rank's packs, minibatch after minibatch."""
         if self.train_dataset is None:
@@ -167,12 +164,12 @@ class ODCTrainer(ShardedTrainer):
     def _stream_loader(self) -> DataLoader:
         if not is_packed(model := innermost(self.model)):
             raise ValueError(_UNPACKED)
-        args, ranks = self.args, {"rank": self._engine.rank, "ranks": self._engine.world}
-        count = self._engine.world * args.per_device_train_batch_size
-        self._sampler = StreamedSteps(self.train_dataset, count, drop_last=args.dataloader_drop_last)
+        rank, ranks = self._engine.rank, self._engine.world
+        count = ranks * self.args.per_device_train_batch_size
+        self._sampler = StreamedSteps(self.train_dataset, count, drop_last=self.args.dataloader_drop_last)
         tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_images(model) else None
         how = {"cost": self._cost, "tower": tower, "untaken": untaken(self.model)}
-        collate = partial(collate_step, **ranks, **how)
+        collate = partial(collate_step, rank=rank, ranks=ranks, **how)
         return self._loader(DataLoader, self._sampler, batch_size=None, collate_fn=collate)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -279,8 +276,6 @@ class ODCTrainer(ShardedTrainer):
         if packs_differ and sum(sorted(sampler.lengths)[:2]) <= sampler.token_cap and len(sampler.lengths) > 1:
             raise ValueError(_UNPACKED)
 
-    # ------------------------------------------------------------------ a step
-
     def training_step(
         self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]], num_items_in_batch: Any = None
     ) -> Tensor:
@@ -352,8 +347,6 @@ class ODCTrainer(ShardedTrainer):
             logs["target_tokens"], self._target_tokens = self._target_tokens, 0
         super().log(logs, start_time)
 
-    # ------------------------------------------------------------------ evaluation
-
     def evaluation_loop(
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
@@ -383,8 +376,6 @@ class ODCTrainer(ShardedTrainer):
             if not math.isnan(total := report.sums.get(key, math.nan)):
                 self._metrics[mode][name].append(total / max(report.terms, 1))
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-
-    # ------------------------------------------------------------------ resuming
 
     def _loop_state(self) -> dict[str, Any]:
         return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ...jobs.options.options import (
@@ -15,6 +14,7 @@ from ...jobs.options.options import (
     require_one_model,
     require_seed,
     require_token_cap,
+    require_writable,
 )
 
 
@@ -47,5 +47,4 @@ class BenchOptions:
         require_token_cap(self)
         require_seed(self)
         require_files(self, "init", "lengths")
-        if Path(self.out).exists() and not Path(self.out).is_dir():
-            raise ValueError(f"--out is {self.out}, which is a file; give a folder")
+        require_writable("--out", self.out)

@@ -14,10 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...base.environment import joined_world
+from ...base.environment import joined_world, require_world
 from ...base.errors import TRACEBACK, in_a_line
+from ...jobs.options.config_file import with_config
 from ...jobs.options.names import by_another_name, instead
-from ...jobs.options.options import Parser, expanded
+from ...jobs.options.options import (
+    RANKS_PER_CORE,
+    Parser,
+    add_arguments,
+    expanded,
+    read_options,
+    require_ranks,
+    require_token_cap,
+    require_writable,
+)
 from .start import default_ranks, ending_at_once, report_stopped, start_job
 
 
@@ -125,12 +135,10 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    out = Path(options.out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out is {out}, which is a file: give a folder")
+    require_writable("--out", options.out)
     from odc_bench.demo import main as train_in_four_ways
 
-    return train_in_four_ways(out)
+    return train_in_four_ways(Path(options.out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +155,6 @@ class _Command:
     place: tuple[str, str] | None = None  # a positional argument, and its help; passed to `run` before all else
 
     def add(self, commands: argparse._SubParsersAction, name: str) -> None:
-        from ...base.environment import require_world
-        from ...jobs.options.config_file import with_config
-        from ...jobs.options.options import RANKS_PER_CORE, add_arguments, read_options, require_ranks
-
         parser = commands.add_parser(name, help=self.help, description=self.description)
         kind = _imported(self.options)
         if self.place is not None:
@@ -348,7 +352,6 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def _inspect_data(options: argparse.Namespace) -> int:
-    from ...jobs.options.options import require_token_cap
     from .inspection import main as inspect
 
     require_token_cap(options)
@@ -356,7 +359,7 @@ def _inspect_data(options: argparse.Namespace) -> int:
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
-    from ...jobs.launcher.program import add_arguments
+    from ...jobs.launcher import program
 
     run = commands.add_parser(
         "run",
@@ -366,14 +369,12 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "another launcher put `-m odc_triton.run` before the program: accelerate launch -m odc_triton.run train.py …",
     )
     run.add_argument("--ranks", type=int, metavar="N", help="processes to start (default: one per GPU)")
-    add_arguments(run)
+    program.add_arguments(run)
     run.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ...base.environment import require_world
     from ...jobs.launcher.program import words_of
-    from ...jobs.options.options import require_ranks
 
     script = Path(options.script)
     if not (options.module or script.is_file() or (script / "__main__.py").is_file()):

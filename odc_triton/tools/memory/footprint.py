@@ -19,14 +19,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...checkpoint.parameters import plain_elements
 from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
-from ...jobs.reports.report import in_columns
 from ...nn.choice import TABLE
 from ...optim import adamw8bit
 from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
 from ...sharding.collect import check_policy, find_parameters, spec_of
-from .layers import FORMATS, makes_gradient, other_experts_bytes, stored
+from .layers import FORMATS, element_bytes, makes_gradient, other_experts_bytes, stored
 from .peaks import (
     ROOT,
     Units,
@@ -38,6 +37,7 @@ from .peaks import (
     text_config,
     whole_gradient_bytes,
 )
+from .table import side_by_side
 
 SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
@@ -131,52 +131,14 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.shared_bytes + self.private_bytes
 
+    @property
+    def title(self) -> str:
+        ranks = f"{self.replicas}x{self.world}" if self.replicas > 1 else self.world
+        ranks = ranks if self.run_ranks is None else f"{self.run_ranks} of {ranks}"
+        return f"{self.scheme}/{self.backend}/{ranks}"
+
     def __str__(self) -> str:
         return side_by_side(self)
-
-
-_ROWS = (
-    ("parameter shard, compute dtype", "compute_shard_bytes"),
-    ("parameter shard, master", "master_shard_bytes"),
-    ("gradient shard", "gradient_shard_bytes"),
-    ("gradient cast to the master's dtype", "gradient_cast_bytes"),
-    ("optimizer states", "optimizer_state_bytes"),
-    ("split sequences", "split_bytes"),
-    ("rows for Muon", "muon_bytes"),
-    ("other ranks' experts", "other_experts_bytes"),
-    ("buffers", "buffer_bytes"),
-    ("checkpoints in the background, host", "checkpoint_host_bytes"),
-    ("unsharded parameters, peak", "gathered_bytes"),
-    ("unsharded gradients, peak", "transient_gradient_bytes"),
-    ("activations (estimate)", "activation_bytes"),
-    ("total", "total_bytes"),
-    ("of which readable by peers", "shared_bytes"),
-    ("whole job, shared memory", "job_shared_bytes"),
-)
-
-
-def side_by_side(*plans: MemoryPlan) -> str:
-    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank, in MB if no
-    total is 1 GB.
-    """
-    unit, of = ("GB", 1e9) if max(plan.total_bytes for plan in plans) >= 1e9 else ("MB", 1e6)
-
-    def cell(plan: MemoryPlan, name: str) -> str:
-        if name == "activation_bytes" and plan.activation_bytes_per_token is None:
-            return "unknown"
-        return f"{getattr(plan, name) / of:.3f}"
-
-    rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
-    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes")
-    shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
-    rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
-    return "\n".join(in_columns(rows, numbers=True))
-
-
-def _title(plan: MemoryPlan) -> str:
-    ranks = f"{plan.replicas}x{plan.world}" if plan.replicas > 1 else plan.world
-    ranks = ranks if plan.run_ranks is None else f"{plan.run_ranks} of {ranks}"
-    return f"{plan.scheme}/{plan.backend}/{ranks}"
 
 
 def memory_plan(
@@ -280,15 +242,15 @@ def memory_plan(
         raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
     specs = [spec for of_entry, _ in packed for spec in of_entry]
 
-    split = _Sizes(specs, world, replicas, run_ranks or world)
-    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    ranks = _Ranks(world=world, run_ranks=run_ranks or world, replicas=replicas)
+    trained = _trained(specs)
     by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
     others = [spec for spec in trained if spec not in by_muon]
-    states = _state_bytes(split, "muon", by_muon)
-    states += _state_bytes(split, "adamw" if optimizer == "muon" else optimizer, others)
+    states = _state_bytes(ranks, "muon", by_muon)
+    states += _state_bytes(ranks, "adamw" if optimizer == "muon" else optimizer, others)
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     buffer_bytes *= 1 if run_ranks is None else 2  # the base's too
-    host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
+    host_bytes = ranks.shard_bytes(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
         every = [
             (entry, spec, not n_bytes and entry.is_read_on_demand(backend, TABLE))
@@ -297,15 +259,15 @@ def memory_plan(
         ]
         whole = [spec for _, spec, reads in every if not reads]
         made = [spec for entry, spec, reads in every if not reads or makes_gradient(entry, backend)]
-        memory = _of_odc(specs, whole, made, by_muon, split, backend)
+        memory = _of_odc(specs, whole, made, by_muon, ranks, backend)
         memory["gathered_bytes"] += dequantized
         if backend == "cuda":
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
             memory["other_experts_bytes"] = other_experts_bytes(experts, world, expert_cache_bytes)
     else:
-        memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
+        memory = _of_fsdp2(specs, ranks, resharded=scheme == "fsdp2")
     largest = max(plain, key=lambda spec: math.prod(spec.shape))
-    itemsize, split_bytes, read, offloaded = getattr(torch, largest.compute_dtype).itemsize, 0, 0, 0
+    itemsize, split_bytes, read, offloaded = element_bytes(largest.compute_dtype), 0, 0, 0
     how = {"itemsize": itemsize, "gradient_checkpointing": gradient_checkpointing, "split": bool(split_tokens)}
     per_token = activation_bytes_per_token(model, **how)
     if offload_checkpoints:
@@ -353,79 +315,120 @@ def memory_plan(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """The ranks that parameters are split over: frozen ones over `world`, those that train over `run_ranks` of them;
+    and again over `replicas`.
+    """
+
+    world: int
+    run_ranks: int
+    replicas: int = 1
+
+    def shard_bytes(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
+        """Of rank 0, in the dtype that this field of a spec names."""
+        total = 0
+        for spec in specs:
+            ranks = self.world if spec.reduce_dtype is None else self.run_ranks
+            _, in_shard = shard_rows(spec.shape[0], ranks, 0)
+            rows = shard_rows(in_shard, self.replicas, 0)[1:]
+            n_bytes = math.prod((*rows, *spec.shape[1:])) * element_bytes(getattr(spec, dtype_field))
+            total += aligned(n_bytes, alignment_bytes)
+        return total
+
+
+def _trained(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    return [spec for spec in specs if spec.reduce_dtype is not None]
+
+
+def _unit_bytes(specs: Iterable[ParameterSpec], dtype_field: str) -> Units:
+    """Of each unit's whole parameters, by the unit's name; the root is always included."""
+    units: Units = defaultdict(int, {ROOT: 0})
+    for spec in specs:
+        units[spec.unit] += math.prod(spec.shape) * element_bytes(getattr(spec, dtype_field))
+    return units
+
+
 def _of_odc(
     specs: list[ParameterSpec],
     whole: list[ParameterSpec],
     made: list[ParameterSpec],
     by_muon: list[ParameterSpec],
-    split: _Sizes,
+    ranks: _Ranks,
     backend: str,
 ) -> dict[str, int]:
     """Fields of the plan. `whole`: what is gathered; `made`: what has whole gradients; `by_muon`: what Muon steps."""
-    world, run, apart = split.world, split.run_ranks, backend == "cuda"
-    sizes = _Sizes(specs, world, run_ranks=run)
-    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    world, run, apart = ranks.world, ranks.run_ranks, backend == "cuda"
+    in_replica = replace(ranks, replicas=1)
+    trained = _trained(specs)
     # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
     # On the CPU there is one mapping, in which the shards of a parameter are contiguous; runs have one each.
     alignment = ALIGNMENT_BYTES if apart else 1
-    compute_shard = sizes.shards(specs, "compute_dtype", alignment)
-    gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
+    compute_shard = in_replica.shard_bytes(specs, "compute_dtype", alignment)
+    gradient_shard = in_replica.shard_bytes(trained, "reduce_dtype", alignment)
     in_run, base = (specs, []) if run == world else (trained, [spec for spec in specs if spec.reduce_dtype is None])
     of_replica = world * (compute_shard + gradient_shard)
     if not apart:
+        dtypes = {dtype for spec in specs for dtype in (spec.compute_dtype, spec.reduce_dtype) if dtype is not None}
+        itemsizes = {dtype: element_bytes(dtype) for dtype in dtypes}
         parts = ((world // run, in_run), (1, base))
-        of_replica = sum(n * make_layout(s, world=run, itemsizes=sizes.itemsizes).size_bytes for n, s in parts)
+        of_replica = sum(n * make_layout(some, world=run, itemsizes=itemsizes).size_bytes for n, some in parts)
     shapes = [spec.shape for spec in by_muon]
     muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=run, apart=True)[1])
     of_run = run * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=run, apart=False)[1]
     of_replica += world // run * of_run
-    with_gradient = [spec for spec in made if spec.reduce_dtype is not None]
-    tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
+    with_gradient = _trained(made)
+    tied = _unit_bytes([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
     return {
         "compute_shard_bytes": compute_shard,
         "gradient_shard_bytes": gradient_shard,
-        "master_shard_bytes": split.shards([spec for spec in specs if spec.has_own_master], "master_dtype"),
-        "gradient_cast_bytes": split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype"),
-        "gathered_bytes": gathered_bytes(sizes.units(whole, "compute_dtype")) if apart else 0,
+        "master_shard_bytes": ranks.shard_bytes([spec for spec in specs if spec.has_own_master], "master_dtype"),
+        "gradient_cast_bytes": ranks.shard_bytes([spec for spec in trained if _copies_gradient(spec)], "master_dtype"),
+        "gathered_bytes": gathered_bytes(_unit_bytes(whole, "compute_dtype")) if apart else 0,
         "transient_gradient_bytes": whole_gradient_bytes(
-            sizes.units(with_gradient, "compute_dtype"), tied=sum(tied.values())
+            _unit_bytes(with_gradient, "compute_dtype"), tied=sum(tied.values())
         ),
         "muon_bytes": muon_bytes,
-        "job_shared_bytes": of_replica * split.replicas,
+        "job_shared_bytes": of_replica * ranks.replicas,
     }
 
 
-def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:
+def _copies_gradient(spec: ParameterSpec) -> bool:
+    """True if `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
+    reduced = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
+    return reduced != spec.master_dtype
+
+
+def _of_fsdp2(specs: list[ParameterSpec], ranks: _Ranks, *, resharded: bool) -> dict[str, int]:
     """Fields of the plan. `resharded`: blocks are, after forward."""
-    sizes = _Sizes(specs, world)
-    trained = [spec for spec in specs if spec.reduce_dtype is not None]
-    units = sizes.units(specs, "compute_dtype")
+    trained = _trained(specs)
+    units = _unit_bytes(specs, "compute_dtype")
     gathered = gathered_bytes(units) if resharded else sum(units.values())
-    gradient_shard = sizes.shards(trained, "master_dtype")
+    gradient_shard = ranks.shard_bytes(trained, "master_dtype")
     # The root's parameters that are registered before the first block get their gradients after the blocks.
     first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
     late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
     whole_gradients = fsdp2_whole_gradient_bytes(
-        sizes.units(trained, "compute_dtype"),
-        sizes.units(trained, "reduce_dtype"),
-        late_root=sizes.units(late, "compute_dtype")[ROOT],
+        _unit_bytes(trained, "compute_dtype"),
+        _unit_bytes(trained, "reduce_dtype"),
+        late_root=_unit_bytes(late, "compute_dtype")[ROOT],
         resharded=resharded,
         gathered_bytes=gathered,
         shard_bytes=gradient_shard,
     )
     return {
         "gradient_shard_bytes": gradient_shard,
-        "master_shard_bytes": sizes.shards(specs, "master_dtype"),
+        "master_shard_bytes": ranks.shard_bytes(specs, "master_dtype"),
         "gathered_bytes": gathered,
         "transient_gradient_bytes": whole_gradients,
     }
 
 
-def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
+def _state_bytes(ranks: _Ranks, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
     if optimizer == "adamw-8bit":
-        return sum(adamw8bit.state_bytes(spec.shape, (sizes.run_ranks, sizes.replicas)) for spec in specs)
+        return sum(adamw8bit.state_bytes(spec.shape, (ranks.run_ranks, ranks.replicas)) for spec in specs)
     tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
-    return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
+    return tensors * ranks.shard_bytes(specs, "master_dtype") + scalar_bytes * len(specs)
 
 
 def _split_bytes(
@@ -443,38 +446,3 @@ def _split_bytes(
         layers += [kv_buffers.LayerShape(heads=found.heads, widths=pair, **how)] * decoder.recurring
     sizes = {"tokens": tokens, "cuts": cuts, "world": world, "gradients": gradients}
     return kv_buffers.buffer_regions(layers, **sizes, in_flight=in_flight or len(layers), apart=True)[1]
-
-
-class _Sizes:
-    """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives.
-
-    `replicas`: shards are split over these too. `run_ranks`: what trains is split over so many of the ranks.
-    """
-
-    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1, run_ranks: int = 0) -> None:
-        self.world, self.replicas, self.run_ranks = world, replicas, run_ranks or world
-        dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
-        self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
-
-    def shards(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
-        total = 0
-        for spec in specs:
-            ranks = self.world if spec.reduce_dtype is None else self.run_ranks
-            _, in_shard = shard_rows(spec.shape[0], ranks, 0)
-            rows = shard_rows(in_shard, self.replicas, 0)[1:]
-            n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
-            total += aligned(n_bytes, alignment_bytes)
-        return total
-
-    def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> Units:
-        """Bytes of each unit's whole parameters, by the unit's name; the root is always included."""
-        units: Units = defaultdict(int, {ROOT: 0})
-        for spec in specs:
-            units[spec.unit] += math.prod(spec.shape) * self.itemsizes[getattr(spec, dtype_field)]
-        return units
-
-
-def _copies_gradient(spec: ParameterSpec) -> bool:
-    """True if `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
-    reduced = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
-    return reduced != spec.master_dtype

@@ -41,11 +41,15 @@ def stored(
         return [plain], 0
     elif value.ndim == 2 + all(map(are_experts, homes)) and id(value) not in kept and _are_packed(homes):
         sizes = _packed(plain.shape, quantize)
-        dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
+        dequantized = value.numel() * element_bytes(plain.compute_dtype)
     else:
         return [replace(plain, master_dtype=plain.compute_dtype)], 0  # as `from_pretrained` in this dtype
     frozen = replace(plain, reduce_dtype=None)
     return [replace(frozen, shape=shape, master_dtype=d, compute_dtype=d) for shape, d in sizes], dequantized
+
+
+def element_bytes(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
 
 
 def _are_packed(homes: list[nn.Module]) -> bool:
@@ -81,7 +85,7 @@ def other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], world
     """Of experts that are read on demand on a GPU, where autograd runs backwards in a thread of its own."""
     others, row_bytes, slots = [], [], {}
     for entry, spec in found:
-        itemsizes = [0 if d is None else getattr(torch, d).itemsize for d in (spec.compute_dtype, spec.reduce_dtype)]
+        itemsizes = [0 if d is None else element_bytes(d) for d in (spec.compute_dtype, spec.reduce_dtype)]
         values, sums = (math.prod(spec.shape[1:]) * itemsize for itemsize in itemsizes)
         others.append(spec.shape[0] - shard_rows(spec.shape[0], world, 0)[1])
         row_bytes.append((values, sums))

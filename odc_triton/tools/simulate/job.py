@@ -13,7 +13,6 @@ import numpy as np
 from ...plan.cost import CostModel
 from ...plan.entries import Entry, Segment
 from ...plan.planner import SHARED, SPLIT, make_plan
-from ...plan.queue import queue_packs as balance_queue_packs
 from ...plan.relatives import Relatives
 from ...plan.samples import Limits, Samples
 from ...plan.segments import SplitPlan
@@ -89,12 +88,6 @@ def assign_packs(
 def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Segment]:
     """The tokens of its samples, or segments."""
     return [replace(each, length=lengths[each.sample]) if isinstance(each, Segment) else lengths[each] for each in pack]
-
-
-def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
-    """Packs to take at run time, in lengths, in the order of `plan.queue.queue_packs`, and with its errors."""
-    packs = balance_queue_packs(lengths, ranks=ranks, token_cap=token_cap, cost=cost)
-    return [[lengths[i] for i in members] for members in packs]
 
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")

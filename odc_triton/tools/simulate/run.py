@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...plan.entries import Segment
-from ...plan.queue import QUEUE
+from ...plan.queue import QUEUE, queue_packs
 from .job import (
     ALL_BALANCES,
     COMPUTE_BYTES,
@@ -22,7 +22,7 @@ from .job import (
     Packs,
     SharedPack,
     assign_packs,
-    queue_packs,
+    sizes_of,
 )
 from .lanes import Clock, EventRecorder, Lanes, Outcome, last_rank
 
@@ -93,7 +93,7 @@ def simulate(
     moves = _Moves.of(job, schedule)
     if balance == QUEUE:
         how = {"ranks": job.ranks, "token_cap": token_cap, "cost": job.cost}
-        assigned = [_taken([[each] for each in queue_packs(m, **how)], job, moves) for m in minibatches]
+        assigned = [_taken([[sizes_of(pack, m)] for pack in queue_packs(m, **how)], job, moves) for m in minibatches]
     elif assigned is None:
         how = {"ranks": job.ranks, "replicas": job.replicas, "token_cap": token_cap, "cost": job.cost}
         assigned = [assign_packs(m, balance=balance, split_tokens=split_tokens, **how) for m in minibatches]

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -81,9 +80,8 @@ def make_job(
     checkpointing: bool = True,
     fused_head: bool = True,
     slow: Mapping[int, float] | None = None,
-    **others: Any,
 ) -> Job:
-    """A job whose compute times are the model's FLOPs over `efficiency` of the GPU's peak. `others`: as for `Job`."""
+    """A job whose compute times are the model's FLOPs over `efficiency` of the GPU's peak."""
     seconds_per_flop, share = 1 / (kind.tflops * 1e12 * efficiency), 1 / 2 if model.is_frozen else 1 / 3
     again, cost = 1 if checkpointing else 0, model.cost  # attention has no weights
     worked = replace(cost, linear=cost.linear * (1 + again * share), quadratic=cost.quadratic * (1 + again / 3))
@@ -99,7 +97,6 @@ def make_job(
         barrier_s=1e-3,
         memory_gbs=kind.memory_gbs,
         slow=slow or {},
-        **others,
     )
 
 
