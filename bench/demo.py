@@ -74,12 +74,12 @@ SHOWN = range(WARM_UP, WARM_UP + 4)  # minibatches in the image
 def text_of(folder: Path) -> np.ndarray:
     """Writes corpus and tokenizer into `folder`; returns the text, [tokens]."""
     folder.mkdir(parents=True, exist_ok=True)
-    records, summary = build_corpus()
+    records, files = build_corpus()
     tokenizer = write_text(folder, records, CONFIG)
     prepared, options = folder / "text.npz", DataOptions(max_tokens=TOKEN_CAP)
     tokenize_source(RecordFiles([folder / "data.jsonl"]), TextEncoder.of(tokenizer), prepared, options)
     data = TokenizedDataset.load(prepared)
-    print(f"text: {summary.files} files of this Python's standard library, {len(data.tokens):,} tokens")
+    print(f"text: {files} files of this Python's standard library, {len(data.tokens):,} tokens")
     return np.array(data.tokens)
 
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from . import provenance
+
 T = TypeVar("T")
 
 
@@ -41,6 +43,7 @@ class Gpu:
 
     rehearsal = False
     type = "cuda"
+    dtype = torch.bfloat16
     rounds = (10, 50)
     flush_bytes = 1 << 30
     side = 8192
@@ -51,9 +54,7 @@ class Gpu:
 
     def about(self) -> dict[str, str] | None:
         """Name, memory, driver, clocks; None without a GPU."""
-        from .provenance import gpu
-
-        return gpu()
+        return provenance.gpu()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -109,6 +110,7 @@ class Rehearsal(Gpu):
 
     rehearsal = True
     type = "cpu"
+    dtype = torch.float32
     rounds = (2, 3)
     flush_bytes = 1 << 10
     side = 64

@@ -61,10 +61,6 @@ class Work:
 
         return CostModel.from_config(Qwen2Config(**self.config))
 
-    def assign(self, lengths: list[int], samples: list[int], **how: Any) -> list[list[list[int]]]:
-        """Each rank's packs of `samples`, of `lengths` tokens. `how`: as `assign` takes it."""
-        return [[[samples[member] for member in pack] for pack in packs] for packs in assign(lengths, **how)]
-
 
 @dataclass
 class Measured:
@@ -171,7 +167,8 @@ def assign_packs(
         data = [data[index] for index in samples]
         assigned = trees.assign_trees(balance, lengths, find_relatives(data), **how)
     else:
-        assigned = [MinibatchPacks(packs) for packs in work.assign(lengths, samples, balance=balance, **how)]
+        of_ranks = assign(lengths, balance=balance, **how)
+        assigned = [MinibatchPacks([samples[member] for member in pack] for pack in packs) for packs in of_ranks]
     packed = PackedDataset(data)
     return [pack_collate(packed.__getitems__(packs)) for packs in assigned]
 

@@ -10,13 +10,12 @@ import json
 import os
 import platform
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_PACKAGES = ("odc-triton", "torch", "triton", "transformers", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 def about() -> dict[str, Any]:
@@ -35,12 +34,6 @@ def save_parts(path: Path, **parts: object) -> None:
     """Replaces these keys of a result that several programs write."""
     before = json.loads(path.read_bytes()) if path.exists() else {}
     save_json(path, {**before, **parts})
-
-
-def save_measured(path: Path, start_s: float, **parts: object) -> None:
-    """As `save_parts`, each with what was measured on, and the seconds since `start_s` of the monotonic clock."""
-    took = {"took_s": time.monotonic() - start_s, **about()}
-    save_parts(path, **parts, **{f"{name}_about": took for name in parts})
 
 
 def options_of(about: str | None, *, out: str = "--out", **defaults: Any) -> argparse.Namespace:
@@ -62,9 +55,11 @@ def options_of(about: str | None, *, out: str = "--out", **defaults: Any) -> arg
 
 
 def versions() -> dict[str, str]:
+    """`odc-triton`: of the code that runs; an editable installation's metadata may be older."""
+    import odc_triton
     from odc_triton.base.environment import installed
 
-    return {"python": platform.python_version()} | installed(*_PACKAGES)
+    return {"python": platform.python_version(), "odc-triton": odc_triton.__version__} | installed(*_PACKAGES)
 
 
 def hardware() -> str:

@@ -21,7 +21,6 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,8 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 _SIZES += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorpusSummary:
-    """What a corpus was built from: counts of files and of definitions."""
-
-    files: int
-    skipped_files: int  # not decodable, or not this Python's syntax
-    records: int
-    duplicates: int
-
-
-def build_corpus(root: str | os.PathLike | None = None) -> tuple[list[dict[str, str]], CorpusSummary]:
-    """Records {"prompt", "completion"} from the Python files under `root`, and a summary.
+def build_corpus(root: str | os.PathLike | None = None) -> tuple[list[dict[str, str]], int]:
+    """Records {"prompt", "completion"} from the Python files under `root`, and the number of these.
 
     `root` is the running Python's standard library if not given. Files are parsed, never imported or run. The
     order is that of the sorted paths and of the lines in each file; of equal records the first one stays.
@@ -51,25 +40,21 @@ def build_corpus(root: str | os.PathLike | None = None) -> tuple[list[dict[str, 
     Raises ValueError if `root` holds no definition to learn from.
     """
     root = Path(sysconfig.get_path("stdlib") if root is None else root)
-    files = skipped = found = 0
+    files = skipped = 0
     unique: dict[tuple[str, str], None] = {}
     for path in _python_files(root):
         files += 1
         try:
-            pairs = list(_split_definitions(path))
+            unique.update(dict.fromkeys(_split_definitions(path)))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             # ValueError: a NUL byte, or bytes that the encoding lacks. The last two: nested too deeply.
             skipped += 1
-            continue
-        found += len(pairs)
-        unique.update(dict.fromkeys(pairs))
     if not unique:
         raise ValueError(
             f"{root} has {files} Python files ({skipped} unreadable) and no documented function or class in "
             "them. Where the standard library is zipped or stripped, pass the folder of other Python sources."
         )
-    summary = CorpusSummary(files=files, skipped_files=skipped, records=len(unique), duplicates=found - len(unique))
-    return [{"prompt": prompt, "completion": completion} for prompt, completion in unique], summary
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in unique], files
 
 
 def qwen2(*sizes: int) -> dict[str, Any]:
@@ -77,16 +62,14 @@ def qwen2(*sizes: int) -> dict[str, Any]:
     return dict(zip(_SIZES, sizes, strict=True))
 
 
-def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, Any], *, count: int | None = None) -> Any:
+def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, Any]) -> Any:
     """Writes data.jsonl, tokenizer.json and config.json into `folder`, as `train sft` needs. Returns the tokenizer.
 
-    It is trained on the records, with `config["vocab_size"]` words. `count`: number of lines; the records repeat.
+    It is trained on the records, with `config["vocab_size"]` words.
     """
     from odc_triton.jobs.data.tokenizer import train_tokenizer
 
-    lines = [json.dumps(record) + "\n" for record in records]
-    count = len(lines) if count is None else count
-    (folder / "data.jsonl").write_text("".join((lines * -(-count // len(lines)))[:count]))
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     texts = (record["prompt"] + record["completion"] for record in records)
     tokenizer = train_tokenizer(texts, vocab_size=config["vocab_size"])
     tokenizer.save(str(folder / "tokenizer.json"))

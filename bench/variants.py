@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from odc_triton.base.events import Event, EventLog
 from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
-from odc_triton.engine.api import engine_of
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.fsdp2.found import replace_comms
@@ -282,7 +281,7 @@ class Odc(Variant):
         return total.item()
 
     def events_log(self) -> EventLog:
-        return engine_of(self.model).events
+        return self.model._odc_engine.events
 
 
 class Bridged(Odc):
@@ -293,9 +292,6 @@ class Bridged(Odc):
     def shard(self, model: nn.Module) -> nn.Module:
         shard_by_fsdp2(model, self.blocks, self.setting)
         return use_odc(model, backend=self.setting.device)
-
-    def events_log(self) -> EventLog:
-        return self.model._odc_engine.events
 
 
 class OdcSplit(Odc):
@@ -365,4 +361,4 @@ class LayerBarrier(Odc):
             return
         start_s = time.monotonic()
         dist.barrier()
-        engine_of(self.model).events.add("wait", start_s, time.monotonic(), label="barrier")
+        self.events_log().add("wait", start_s, time.monotonic(), label="barrier")

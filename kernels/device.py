@@ -44,6 +44,7 @@ import triton
 import triton.language as tl
 
 from .peers import PeerShards
+from .tiles import LinearTile, WgradTile, tile_of
 
 TL_DTYPES = {
     torch.float64: tl.float64,
@@ -140,6 +141,22 @@ def bulk_reads_follow():
 
 
 @triton.jit
+def load_block(matrix, width, i, i_in, j, j_in):
+    """The rows `i` and columns `j` of a matrix with `width` columns; 0 where not both are in it."""
+    return tl.load(matrix + i.to(tl.int64)[:, None] * width + j[None, :], mask=i_in[:, None] & j_in[None, :], other=0.0)
+
+
+@triton.jit
+def store_block(matrix, width, i, i_in, j, j_in, values):
+    """Writes `values` there, in the matrix's dtype."""
+    tl.store(
+        matrix + i.to(tl.int64)[:, None] * width + j[None, :],
+        values.to(matrix.dtype.element_ty),
+        mask=i_in[:, None] & j_in[None, :],
+    )
+
+
+@triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
     """acc + a b, in fp32. `UPCAST` when interpreting: the interpreter stores bf16 as integers and multiplies those.
 
@@ -190,3 +207,15 @@ def architecture(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def default_tile(operator: str, value: torch.Tensor, *, tokens: int | None = None) -> Any:
+    """The table's tile for an operand [T, ...]; `tokens`: T, if it is another one."""
+    tokens = len(value) if tokens is None else tokens
+    return tile_of(operator, element_bytes=value.element_size(), arch=architecture(value.device), tokens=tokens)
+
+
+def tile_options(tile: LinearTile | WgradTile) -> dict[str, Any]:
+    """What a launch of a matrix kernel takes of its tile, but for the group."""
+    blocks = {"BLOCK_T": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    return {"UPCAST": interpreting(), **blocks, "num_warps": tile.num_warps, "num_stages": tile.num_stages}

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, add_to_peer, peer_address, sum_address, summand
+from .device import TL_DTYPES, add_to_peer, load_block, peer_address, sum_address, summand
 from .peers import COMPUTE_DTYPES, PeerShards, check_apart, check_sums, check_tensor, join, require_shards
 from .tiles import EMBEDDING, EMBEDDING_GRAD, EmbeddingGradTile, EmbeddingTile
 
@@ -100,10 +100,7 @@ def embedding_grad_kernel(
         for start in range(position, stop, BLOCK_T):
             at = start + tl.arange(0, BLOCK_T)
             t = tl.load(order + at, mask=at < stop, other=0)
-            dy_TK = tl.load(
-                dy + t[:, None] * columns + k[None, :], mask=(at < stop)[:, None] & (k < columns)[None, :], other=0.0
-            )
-            acc += dy_TK.to(tl.float32)
+            acc += load_block(dy, columns, t, at < stop, k, k < columns).to(tl.float32)
         total = tl.sum(acc, axis=0)
         if end - begin <= SEGMENT:
             _add_row(table, row, rows_per_owner, columns, k, total * scale, factor, largest)
@@ -146,11 +143,7 @@ def embedding_grad_long_kernel(
             for start in range(0, parts, BLOCK_T):
                 part = start + tl.arange(0, BLOCK_T)
                 slot = 2 * (segment + part) + (part == 0).to(tl.int64)
-                acc += tl.load(
-                    partial + slot[:, None] * columns + k[None, :],
-                    mask=(part < parts)[:, None] & (k < columns)[None, :],
-                    other=0.0,
-                )
+                acc += load_block(partial, columns, slot, part < parts, k, k < columns)
             _add_row(table, row, rows_per_owner, columns, k, tl.sum(acc, axis=0) * scale, factor, largest)
 
 

@@ -79,11 +79,7 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096) -> None:
     gather_kernel[(triton.cdiv(elements, block), peers.world)](
         peers.table,
         out,
-        peers.shape[0],
-        peers.rows_per_owner,
-        peers.row_elements,
-        peers.rank,
-        peers.world,
+        *peers.layout,
         DTYPE=TL_DTYPES[peers.dtype],
         ALIGNED=elements % 16 == 0,
         BLOCK=block,

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
+from .device import TL_DTYPES, default_tile, dot, load_block, peer_address, store_block, tile_options
 from .peers import PeerShards, check_apart, check_bias, check_matrix, check_tensor, join
-from .tiles import LinearTile, tile_of
+from .tiles import LinearTile
 
 if TYPE_CHECKING:
     from .staged import StagedWeight
@@ -54,24 +54,12 @@ def linear_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         for start in range(0, columns, BLOCK_K):
             k_in = start + k < columns
-            x_TK = tl.load(
-                x + t[:, None] * columns + (start + k)[None, :],
-                mask=(t < tokens)[:, None] & k_in[None, :],
-                other=0.0,
-            )
-            w_NK = tl.load(
-                weight + n[:, None] * columns + (start + k)[None, :],
-                mask=(n < owned)[:, None] & k_in[None, :],
-                other=0.0,
-            )
+            x_TK = load_block(x, columns, t, t < tokens, start + k, k_in)
+            w_NK = load_block(weight, columns, n, n < owned, start + k, k_in)
             acc = dot(x_TK, tl.trans(w_NK), acc, UPCAST)
         if HAS_BIAS:
             acc += tl.load(peer_address(b_table, owner, DTYPE) + n, mask=n < owned, other=0.0).to(tl.float32)[None, :]
-        tl.store(
-            y + t[:, None] * rows + (first_row + n)[None, :],
-            acc.to(DTYPE),
-            mask=(t < tokens)[:, None] & (n < owned)[None, :],
-        )
+        store_block(y, rows, t, t < tokens, first_row + n, n < owned, acc)
 
 
 @triton.jit(do_not_specialize=["tokens", "rank"])
@@ -102,18 +90,10 @@ def linear_dx_kernel(
         weight = peer_address(w_table, owner, DTYPE)
         for start in range(0, owned, BLOCK_N):
             row = start + n
-            dy_TN = tl.load(
-                dy + t[:, None] * rows + (first_row + row)[None, :],
-                mask=(t < tokens)[:, None] & (row < owned)[None, :],
-                other=0.0,
-            )
-            w_NK = tl.load(
-                weight + row.to(tl.int64)[:, None] * columns + k[None, :],
-                mask=(row < owned)[:, None] & (k < columns)[None, :],
-                other=0.0,
-            )
+            dy_TN = load_block(dy, rows, t, t < tokens, first_row + row, row < owned)
+            w_NK = load_block(weight, columns, row, row < owned, k, k < columns)
             acc = dot(dy_TN, w_NK, acc, UPCAST)
-    tl.store(dx + t[:, None] * columns + k[None, :], acc.to(DTYPE), mask=(t < tokens)[:, None] & (k < columns)[None, :])
+    store_block(dx, columns, t, t < tokens, k, k < columns, acc)
 
 
 def linear(
@@ -137,10 +117,10 @@ def linear(
     check_linear("x", x, out, weight, columns_of=1)
     if bias is not None:
         check_bias(bias, weight)
-    tokens, (rows, columns) = x.shape[0], weight.shape
-    if tokens == 0 or rows == 0:
+    tokens = x.shape[0]
+    if tokens == 0 or weight.shape[0] == 0:
         return
-    tile = tile or tile_of("linear", **traits(x))
+    tile = tile or default_tile("linear", x)
     grid = triton.cdiv(tokens, tile.t), triton.cdiv(weight.rows_per_owner, tile.n), weight.world
     linear_kernel[grid](
         x,
@@ -148,19 +128,10 @@ def linear(
         weight.table if bias is None else bias.table,
         out,
         tokens,
-        rows,
-        weight.rows_per_owner,
-        columns,
-        weight.rank,
-        weight.world,
+        *weight.layout,
         DTYPE=TL_DTYPES[x.dtype],
         HAS_BIAS=bias is not None,
-        UPCAST=interpreting(),
-        BLOCK_T=tile.t,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile_options(tile),
     )
 
 
@@ -175,37 +146,13 @@ def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: 
     Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_linear("dy", dy, out, weight, columns_of=0)
-    tokens, (rows, columns) = dy.shape[0], weight.shape
+    tokens, columns = out.shape
     if tokens == 0 or columns == 0:
         return
-    tile = tile or tile_of("linear_dx", **traits(dy))
+    tile = tile or default_tile("linear_dx", dy)
     linear_dx_kernel[(triton.cdiv(tokens, tile.t), triton.cdiv(columns, tile.k))](
-        dy,
-        weight.table,
-        out,
-        tokens,
-        rows,
-        weight.rows_per_owner,
-        columns,
-        weight.rank,
-        weight.world,
-        DTYPE=TL_DTYPES[dy.dtype],
-        UPCAST=interpreting(),
-        BLOCK_T=tile.t,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        dy, weight.table, out, tokens, *weight.layout, DTYPE=TL_DTYPES[dy.dtype], **tile_options(tile)
     )
-
-
-def traits(value: torch.Tensor) -> dict[str, int]:
-    """Arguments of the choice of a tile, for x or dy [T, ...]."""
-    return {
-        "element_bytes": value.element_size(),
-        "arch": architecture(value.device),
-        "tokens": value.shape[0],
-    }
 
 
 def check_linear(

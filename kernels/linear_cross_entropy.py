@@ -377,6 +377,11 @@ def _check_gradients(
     if dh is not None:
         check_tensor("dh", dh, shape=tuple(h.shape), dtype=(h.dtype, torch.float32), device=h.device)
         check_apart("dh", dh, h, weight, *per_token.values())
+    check_gradient(gradient, weight)
+
+
+def check_gradient(gradient: PeerShards | AddRows | None, weight: PeerShards) -> None:
+    """Raises ValueError for shards that are not those of a gradient of `weight`."""
     require_shards("the gradient", gradient)
     if isinstance(gradient, PeerShards):
         check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=gradient.sum_dtype)

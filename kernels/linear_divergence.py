@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .linear_cross_entropy import AddRows, HeadGradients, VocabularyPart, chunk_rows, parts_of, pulled
+from .linear_cross_entropy import AddRows, HeadGradients, VocabularyPart, check_gradient, chunk_rows, parts_of, pulled
 from .online_softmax import LOWEST, VECTOR, SoftmaxState, load_scaled, online_softmax
-from .peers import COMPUTE_DTYPES, PeerShards, check_alike, check_apart, check_tensor, require_shards
+from .peers import COMPUTE_DTYPES, PeerShards, check_apart, check_tensor, require_shards
 from .tiles import DIVERGENCE, SoftmaxTile
 
 _LEAST = tl.constexpr(LOWEST)  # of a log-probability: its exp is 0, and 0 times it is 0 where -inf would give NaN
@@ -234,10 +234,7 @@ def linear_divergence_grad(
     chunks = _chunks(student, teacher, beta, chunk, eager, tile)
     h, wide = student.h, output.lse.dtype
     check_apart("dh", dh, h, g, teacher.h, student.weight, teacher.weight)
-    require_shards("the gradient", gradient)
-    if isinstance(gradient, PeerShards):
-        alike = {"shape": student.weight.shape, "dtype": gradient.sum_dtype}
-        check_alike("the gradient", gradient, "weight", student.weight, **alike)
+    check_gradient(gradient, student.weight)
     check_tensor("g", g, shape=(len(h),), dtype=wide, device=h.device, contiguous=False)
     if not len(h) or (gradient is None and dh is None):
         return

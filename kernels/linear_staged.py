@@ -1,11 +1,8 @@
-"""A linear layer whose weight arrives from the peers during the computation.
+"""A linear layer whose weight arrives from the peers during the computation; y and dx as in linear.py.
 
-    y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
-    dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
-
-T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the kernel for
-`staged`: `pull` (staged.py) makes the copy engine fetch each owner's W_o once into a local buffer, its own first,
-then rank + 1, and so on; the kernel starts when its own is there and waits for each other owner's rows by a flag.
+This is the kernel for `staged`: `pull` (staged.py) makes the copy engine fetch each owner's W_o once into a local
+buffer, its own first, then rank + 1, and so on; the kernel starts when its own is there and waits for each other
+owner's rows by a flag.
 """
 
 from __future__ import annotations
@@ -20,16 +17,19 @@ from .device import (
     TL_DTYPES,
     architecture,
     bulk_reads_follow,
+    default_tile,
     dot,
     interpreting,
+    load_block,
     makes_descriptors,
     peer_address,
+    store_block,
     wait_for_shard,
 )
-from .linear import check_linear, traits
+from .linear import check_linear
 from .peers import PeerShards, check_bias
 from .staged import StagedWeight
-from .tiles import STAGED_DX_ODD, STAGED_ODD, LinearTile, tile_of
+from .tiles import STAGED_DX_ODD, STAGED_ODD, LinearTile
 
 SPINS = 1 << 24  # polls of a flag before it counts as lost: about 10 s on a GPU
 _LEFT_FREE = 8  # multiprocessors
@@ -106,26 +106,14 @@ def linear_staged_kernel(
                     w_NK = w_bulk.load([owner, tile_n * BLOCK_N, start]).reshape(BLOCK_N, BLOCK_K)
                 else:
                     k_in = start + k < columns
-                    x_TK = tl.load(
-                        x + t[:, None] * columns + (start + k)[None, :],
-                        mask=(t < tokens)[:, None] & k_in[None, :],
-                        other=0.0,
-                    )
-                    w_NK = tl.load(
-                        w + (first_row + n)[:, None] * columns + (start + k)[None, :],
-                        mask=(n < owned)[:, None] & k_in[None, :],
-                        other=0.0,
-                    )
+                    x_TK = load_block(x, columns, t, t < tokens, start + k, k_in)
+                    w_NK = load_block(w, columns, first_row + n, n < owned, start + k, k_in)
                 acc = dot(x_TK, tl.trans(w_NK), acc, UPCAST)
             acc = tl.where(arrived, acc, float("nan"))
             if BULK_OUT:
                 y_bulk.store([tile_t * BLOCK_T, first_row.to(tl.int32) + tile_n * BLOCK_N], acc.to(DTYPE))
             else:
-                tl.store(
-                    y + t[:, None] * rows + (first_row + n)[None, :],
-                    acc.to(DTYPE),
-                    mask=(t < tokens)[:, None] & (n < owned)[None, :],
-                )
+                store_block(y, rows, t, t < tokens, first_row + n, n < owned, acc)
 
 
 @triton.jit(do_not_specialize=["epoch", "spins", "tokens", "rank"])
@@ -188,26 +176,14 @@ def linear_dx_staged_kernel(
                 else:
                     owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner)
                     n = row + tl.arange(0, BLOCK_N)
-                    dy_TN = tl.load(
-                        dy + t[:, None] * rows + (first_row + n)[None, :],
-                        mask=(t < tokens)[:, None] & (n < owned)[None, :],
-                        other=0.0,
-                    )
-                    w_NK = tl.load(
-                        w + (first_row + n)[:, None] * columns + k[None, :],
-                        mask=(n < owned)[:, None] & (k < columns)[None, :],
-                        other=0.0,
-                    )
+                    dy_TN = load_block(dy, rows, t, t < tokens, first_row + n, n < owned)
+                    w_NK = load_block(w, columns, first_row + n, n < owned, k, k < columns)
                 acc = dot(dy_TN, w_NK, acc, UPCAST)
         acc = tl.where(arrived, acc, float("nan"))
         if BULK:
             dx_bulk.store([tile_t * BLOCK_T, tile_k * BLOCK_K], acc.to(DTYPE))
         else:
-            tl.store(
-                dx + t[:, None] * columns + k[None, :],
-                acc.to(DTYPE),
-                mask=(t < tokens)[:, None] & (k < columns)[None, :],
-            )
+            store_block(dx, columns, t, t < tokens, k, k < columns, acc)
 
 
 @makes_descriptors
@@ -331,7 +307,7 @@ def _vectors(weight: StagedWeight, *matrices: torch.Tensor) -> bool:
 
 def _tile(operator: str, value: torch.Tensor, vectors: bool, odd: LinearTile) -> LinearTile:
     """The table's tile, or `odd`: addresses of 2-byte elements loaded singly leave no registers for a larger one."""
-    return tile_of(operator, **traits(value)) if vectors or value.element_size() > 2 else odd
+    return default_tile(operator, value) if vectors or value.element_size() > 2 else odd
 
 
 def _programs(weight: StagedWeight) -> int:

@@ -1,7 +1,8 @@
 """The operators, for use without the engine: docs/kernels_alone.md."""
 
 from .embedding import embedding, embedding_grad
-from .experts import Gate, grouped_linear, grouped_linear_dx, grouped_wgrad
+from .experts import Gate, grouped_linear, grouped_linear_dx
+from .experts_wgrad import grouped_wgrad
 from .gather import gather
 from .linear import linear, linear_dx
 from .linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad

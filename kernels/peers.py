@@ -72,6 +72,11 @@ class PeerShards:
     def row_elements(self) -> int:
         return math.prod(self.shape[1:])
 
+    @property
+    def layout(self) -> tuple[int, int, int, int, int]:
+        """What kernels take of how it is split: rows, rows per owner, elements of a row, rank, world."""
+        return self.shape[0], self.rows_per_owner, self.row_elements, self.rank, self.world
+
     def rows(self, owner: int) -> int:
         """The number of `owner`'s rows, may be 0."""
         return min(max(self.shape[0] - owner * self.rows_per_owner, 0), self.rows_per_owner)
@@ -281,9 +286,9 @@ def check_sums(shards: PeerShards) -> None:
         )
 
 
-def check_bias(bias: PeerShards, weight: PeerShards) -> None:
-    """Raises ValueError unless the shards of a bias [N] match those of a weight [N, K]."""
-    check_alike("the bias", bias, "weight", weight, shape=weight.shape[:1], dtype=weight.dtype)
+def check_bias(bias: PeerShards, weight: PeerShards, *, shape: tuple[int, ...] | None = None) -> None:
+    """Raises ValueError unless the shards of a bias, by default [N], match those of a weight [N, K]."""
+    check_alike("the bias", bias, "weight", weight, shape=shape or weight.shape[:1], dtype=weight.dtype)
 
 
 def check_alike(

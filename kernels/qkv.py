@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
+from .device import TL_DTYPES, default_tile, dot, interpreting, load_block, peer_address
 from .peers import check_apart, join
 from .qkv_inputs import QkNorm, QkvWeights, Rope, check_qkv
-from .tiles import QkvTile, tile_of
+from .tiles import QkvTile
 
 
 @triton.jit
@@ -136,9 +136,7 @@ def qkv_kernel(
     acc = tl.zeros((BLOCK_T, HEAD_DIM), dtype=tl.float32)
     for start in range(0, columns, BLOCK_K):
         k_in = start + k_index < columns
-        x_TK = tl.load(
-            x + t[:, None] * columns + (start + k_index)[None, :], mask=t_in[:, None] & k_in[None, :], other=0.0
-        )
+        x_TK = load_block(x, columns, t, t_in, start + k_index, k_in)
         w_DK = tl.load(w_rows[:, None] + (start + k_index)[None, :], mask=k_in[None, :], other=0.0)
         acc = dot(x_TK, tl.trans(w_DK), acc, UPCAST)
     first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, HEAD_DIM // 2)), (0, 2, 1)))
@@ -195,8 +193,7 @@ def qkv(
     tokens, q_heads, head_dim = q.shape
     if tokens == 0:
         return
-    operator = "qkv" if head_dim <= 128 else "qkv_wide"
-    tile = tile or tile_of(operator, element_bytes=x.element_size(), arch=architecture(x.device), tokens=tokens)
+    tile = tile or default_tile("qkv" if head_dim <= 128 else "qkv_wide", x)
     kv_heads, columns = k.shape[1], x.shape[1]
     save = q_pre is not None
     qkv_kernel[(triton.cdiv(tokens, tile.t) * (q_heads + 2 * kv_heads),)](

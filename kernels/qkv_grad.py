@@ -23,12 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
+from .device import TL_DTYPES, default_tile, dot, load_block, peer_address, store_block, tile_options
 from .peers import PeerShards, check_apart, check_tensor, join, require_shards
 from .qkv import pick, rope_rows, row_vector, store_halves
 from .qkv_inputs import QkNorm, QkvWeights, Rope, check_qkv
 from .scatter import scatter
-from .tiles import LinearTile, WgradTile, tile_of
+from .tiles import LinearTile, WgradTile
 from .wgrad import wgrad
 
 UNDO_WARPS = 8  # 4 spill on sm_80
@@ -131,18 +131,10 @@ def qkv_dx_kernel(
         gradient = pick(part, dq_pre, dk_pre, dv)
         for start in range(0, owned, BLOCK_N):
             row = start + n
-            dp_TN = tl.load(
-                gradient + t[:, None] * rows + (first_row + row)[None, :],
-                mask=(t < tokens)[:, None] & (row < owned)[None, :],
-                other=0.0,
-            )
-            w_NK = tl.load(
-                weight + row.to(tl.int64)[:, None] * columns + k[None, :],
-                mask=(row < owned)[:, None] & (k < columns)[None, :],
-                other=0.0,
-            )
+            dp_TN = load_block(gradient, rows, t, t < tokens, first_row + row, row < owned)
+            w_NK = load_block(weight, columns, row, row < owned, k, k < columns)
             acc = dot(dp_TN, w_NK, acc, UPCAST)
-    tl.store(dx + t[:, None] * columns + k[None, :], acc.to(DTYPE), mask=(t < tokens)[:, None] & (k < columns)[None, :])
+    store_block(dx, columns, t, t < tokens, k, k < columns, acc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +230,7 @@ def qkv_grad(
         torch.sum(parts[1], dim=0, out=out.k_norm)
     pre = [gradient.view(tokens, -1) for gradient in (dq_pre, dk_pre, dv)]
     if out.dx is not None:
-        traits = {"element_bytes": x.element_size(), "arch": architecture(x.device), "tokens": tokens}
-        _dx(pre, weights, out.dx, dx_tile or tile_of("qkv_dx", **traits))
+        _dx(pre, weights, out.dx, dx_tile or default_tile("qkv_dx", x))
     for gradient, weight, bias in zip(pre, (out.wq, out.wk, out.wv), (out.bq, out.bk, out.bv), strict=True):
         if weight is not None:
             wgrad(dy=gradient, x=x, weight=weight, bias=bias, scale=scale, tile=wgrad_tile)
@@ -263,12 +254,7 @@ def _dx(pre: list[torch.Tensor], weights: QkvWeights, dx: torch.Tensor, tile: Li
         weights.wq.world,
         DTYPE=TL_DTYPES[dx.dtype],
         VECTOR=row_vector(columns, dx.dtype),
-        UPCAST=interpreting(),
-        BLOCK_T=tile.t,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile_options(tile),
     )
 
 

@@ -23,16 +23,18 @@ from .device import (
     add_to_peer,
     adds_in_bulk,
     architecture,
+    default_tile,
     dot,
-    interpreting,
+    load_block,
     makes_descriptors,
     sum_address,
     summand,
+    tile_options,
     turn,
 )
 from .peers import COMPUTE_DTYPES, PeerShards, check_bias, check_sums, check_tensor
 from .scatter import scatter
-from .tiles import WgradTile, of_integers, tile_of
+from .tiles import WgradTile, of_integers
 
 
 @triton.jit(do_not_specialize=["tokens", "rank"])
@@ -76,11 +78,8 @@ def wgrad_kernel(
         tl.assume(tokens > 0)
         for start in range(0, tokens, BLOCK_T):
             row = (start + t).to(tl.int64)
-            t_in = row < tokens
-            dy_TN = tl.load(
-                dy + row[:, None] * rows + (first_row + n)[None, :], mask=t_in[:, None] & n_in[None, :], other=0.0
-            )
-            x_TK = tl.load(x + row[:, None] * columns + k[None, :], mask=t_in[:, None] & k_in[None, :], other=0.0)
+            dy_TN = load_block(dy, rows, row, row < tokens, first_row + n, n_in)
+            x_TK = load_block(x, columns, row, row < tokens, k, k_in)
             acc = dot(tl.trans(dy_TN), x_TK, acc, UPCAST)
         target = sum_address(w_table, owner, largest)
         tile = summand(acc * scale, factor, largest)
@@ -117,14 +116,10 @@ def wgrad(
     Raises ValueError for anything else, before a launch.
     """
     _check(dy, x, weight, bias)
-    tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
-    if tokens == 0 or rows == 0:
+    tokens, columns = x.shape
+    if tokens == 0 or weight.shape[0] == 0:
         return
-    arch = architecture(dy.device)
-    tile = tile or tile_of("wgrad", element_bytes=dy.element_size(), arch=arch, tokens=tokens)
-    bulk = arch >= 90 and columns * weight.dtype.itemsize % 16 == 0 and adds_in_bulk(weight)
-    if weight.exact is not None:
-        tile = of_integers(tile, arch=arch, bulk=bulk)
+    tile, bulk = adding_tile(tile or default_tile("wgrad", dy), weight)
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
     wgrad_kernel[(tiles, weight.world)](
         dy,
@@ -132,23 +127,21 @@ def wgrad(
         weight.table,
         scale,
         tokens,
-        rows,
-        weight.rows_per_owner,
-        columns,
-        weight.rank,
-        weight.world,
+        *weight.layout,
         *weight.adding,
         BULK=bulk,
-        UPCAST=interpreting(),
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        BLOCK_T=tile.t,
         GROUP=tile.group,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile_options(tile),
     )
     if bias is not None:
         scatter(gradient=dy.sum(0, dtype=torch.float32), peers=bias, scale=scale)
+
+
+def adding_tile(tile: WgradTile, weight: PeerShards) -> tuple[WgradTile, bool]:
+    """The tile for these sums, and whether it is added by one bulk reduction."""
+    arch = architecture(weight.device)
+    bulk = arch >= 90 and weight.shape[-1] * weight.dtype.itemsize % 16 == 0 and adds_in_bulk(weight)
+    return tile if weight.exact is None else of_integers(tile, arch=arch, bulk=bulk), bulk
 
 
 def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShards | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from .problem import Layer, Model, Operator, Prepared, Problem, Results, Run, Work, added  # isort: skip
+from .problem import Layer, Model, Operator, Prepared, Problem, Results, Run, Work, grown  # isort: skip
 
 import torch
 import torch.nn.functional as F
 
-from odc_kernels.experts import grouped_linear, grouped_linear_ref, grouped_wgrad, grouped_wgrad_ref
+from odc_kernels.experts import grouped_linear, grouped_linear_ref
+from odc_kernels.experts_wgrad import grouped_wgrad, grouped_wgrad_ref
 
 EXPERTS, TOP = 64, 8
 
@@ -73,9 +74,7 @@ def _wgrad(problem: Problem) -> Prepared:
 
     def results() -> Results:
         run()
-        want = grouped_wgrad_ref(dy, x, offsets)[0]
-        for of, now, held in added(problem, before, peers):
-            yield "shards", now, held.double() + want[of]
+        yield from grown("shards", peers, before.double() + grouped_wgrad_ref(dy, x, offsets)[0])
 
     baselines = _baselines(problem, lambda: F.grouped_mm(dy.T, x, offs=offsets[1:]))
     return Prepared(run=run, check=results, baselines=baselines, work=_work(problem, offsets, adds=True))
@@ -84,5 +83,5 @@ def _wgrad(problem: Problem) -> Prepared:
 def of_experts() -> list[Operator]:
     return [
         Operator(name="experts", kernels=("experts",), layers=_layers, prepare=_forward),
-        Operator(name="experts wgrad", kernels=("experts",), layers=_layers, prepare=_wgrad, reduces=True),
+        Operator(name="experts wgrad", kernels=("experts_wgrad",), layers=_layers, prepare=_wgrad, reduces=True),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .problem import CHUNK, Model, Operator, Prepared, Problem, Results, Run, Work, added, by_chunks, by_owner, copies  # isort: skip
+from .problem import CHUNK, Model, Operator, Prepared, Problem, Results, Run, Work, by_chunks, by_owner, copies, grown  # isort: skip
 
 from odc_kernels.embedding import embedding, embedding_grad, embedding_grad_ref, embedding_ref
 from odc_kernels.gather import gather, gather_ref
@@ -61,8 +61,7 @@ def _scatter(problem: Problem) -> Prepared:
 
     def check() -> Results:
         scatter(gradient=gradient, peers=peers, scale=0.5)
-        for rows, now, held in added(problem, before, peers):
-            yield "shards", now, scatter_ref([held], gradient[rows], 0.5)[0]
+        yield from grown("shards", peers, scatter_ref([before], gradient, 0.5)[0])
 
     def additions() -> None:
         for rows, shard in by_owner(gradient, peers):
@@ -120,9 +119,7 @@ def _embedding_grad(problem: Problem) -> Prepared:
 
     def check() -> Results:
         embedding_grad(dy=dy, ids=ids, weight=peers, scale=0.5)
-        want = embedding_grad_ref(dy, ids, [before], 0.5, None)[0]
-        for rows, now, _ in added(problem, before, peers):
-            yield "shards", now, want[rows]
+        yield from grown("shards", peers, embedding_grad_ref(dy, ids, [before], 0.5, None)[0])
 
     return Prepared(
         run=lambda: embedding_grad(dy=dy, ids=ids, weight=peers),
@@ -205,9 +202,8 @@ def _cross_entropy_grad(problem: Problem) -> Prepared:
             )
             want += want_dw[0]
             yield "dh", dh[part], want_dh
-        for rows, now, _ in added(problem, before, gradient):
-            # Its logits and their gradients were rounded to h's dtype before they were multiplied and summed.
-            yield "dw", now.to(h.dtype), want[rows]
+        # Its logits and their gradients were rounded to h's dtype before they were multiplied and summed.
+        yield from grown("dw", gradient, want, h.dtype)
 
     def products() -> None:
         for rows in whole.split(head.chunk):
@@ -260,8 +256,7 @@ def _divergence(problem: Problem) -> Prepared:
             want += want_dw
             yield "divergence", output.divergence[part].to(dh.dtype), apart
             yield "dh", dh[part], want_dh
-        for rows, now, _ in added(problem, before, gradient):
-            yield "dw", now.to(dh.dtype), want[rows]
+        yield from grown("dw", gradient, want, dh.dtype)
 
     return Prepared(
         run=run,

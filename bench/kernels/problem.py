@@ -124,7 +124,6 @@ class Problem:
     tokens: int  # 0 where the operator has none
     world: int
     dtype: torch.dtype
-    rank: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +151,7 @@ class Problem:
     def shards(self, whole: torch.Tensor) -> PeerShards:
         """Copies of a whole tensor's rows, each in its owner's memory."""
         parts = shards_of(whole, self.world)
-        return PeerShards.of(parts, shape=whole.shape, rank=self.rank, device=self.device, near=ALL)
+        return PeerShards.of(parts, shape=whole.shape, device=self.device, near=ALL)
 
     def work(
         self,
@@ -238,13 +237,7 @@ def copies(buffer: torch.Tensor, peers: PeerShards) -> Run:
     return run
 
 
-def added(
-    problem: Problem, before: torch.Tensor, peers: PeerShards
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """(rows, what an owner holds now, what it held before) for every owner that has rows; both on the device."""
-    first = 0
-    for shard in peers.shards:
-        rows = slice(first, first + len(shard))
-        first += len(shard)
-        if len(shard):
-            yield rows, shard.to(problem.device), before[rows]
+def grown(name: str, peers: PeerShards, want: torch.Tensor, dtype: torch.dtype = torch.float32) -> Results:
+    """Every owner's sums, rounded to `dtype`, and its rows of what they should be."""
+    for rows, shard in by_owner(want, peers):
+        yield name, shard.to(dtype), rows

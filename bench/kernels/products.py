@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from .problem import Model, Operator, Prepared, Problem, Results, Run, Work, added, by_chunks, by_owner, copies  # isort: skip
+from .problem import Model, Operator, Prepared, Problem, Results, Run, Work, by_chunks, by_owner, copies, grown  # isort: skip
 
 from odc_kernels.linear import linear, linear_dx, linear_dx_ref, linear_ref
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
@@ -97,8 +97,9 @@ def _wgrad(problem: Problem) -> Prepared:
     def results() -> Results:
         wgrad(dy=dy, x=x, weight=peers, scale=0.5)
         wide = x.double()
-        for of, now, held in added(problem, before, peers):
-            yield "shards", now, held.double() + 0.5 * (dy[:, of].double().t() @ wide)
+        owners = zip(dy.split([len(shard) for shard in peers.shards], dim=1), by_owner(before, peers), strict=True)
+        for part, (held, now) in owners:
+            yield "shards", now, held.double() + 0.5 * (part.double().t() @ wide)
 
     def product() -> torch.Tensor:
         return torch.mm(dy.t(), x, out=dw)
@@ -207,9 +208,8 @@ def _qkv_grad(problem: Problem) -> Prepared:
         want = qkv_grad_ref(tuple(gradients), given.x, *given.reference, given.rope, None)
         yield "dx", dx, want["dx"]
         for name, peers in shards.items():
-            for rows, now, held in added(problem, before[name], peers):
-                # The gradients after RoPE were rounded to x's dtype before they were multiplied and summed.
-                yield name, now.to(problem.dtype), held.double() + want[name][rows]
+            # The gradients after RoPE were rounded to x's dtype before they were multiplied and summed.
+            yield from grown(name, peers, before[name].double() + want[name], problem.dtype)
 
     def products() -> None:
         torch.mm(dy, local, out=dx_local)

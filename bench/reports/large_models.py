@@ -1,4 +1,4 @@
-"""Bytes per GPU for fine-tuning a large base: `python -m bench.reports.large_models` writes and prints pages' tables.
+"""Bytes per GPU for fine-tuning a large base: `python -m bench.reports.large_models` writes large_models.json.
 
 Counted by `memory_plan` on the meta device, and runs per hour by the simulator; nothing is measured. A mixture's
 activations, which a plan does not know, are a dense model's with MLPs as wide as the experts that a token passes.
@@ -14,6 +14,7 @@ import transformers
 
 from bench.provenance import RESULTS, save_json
 from odc_triton import memory_plan
+from odc_triton.jobs.reports.report import table
 from odc_triton.jobs.train.model import add_adapters, precision
 from odc_triton.tools.simulate.hardware import DEVICES
 from odc_triton.tools.simulate.models import Model
@@ -70,18 +71,6 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """As Markdown, with marks."""
-    heads = ["base", "trained", *(f"GB on {n}" for n in GPUS), *(f"GPUs of {n} GB" for n in SIZES)]
-    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "--:|" * (len(GPUS) + len(SIZES))]
-    for at, row in enumerate(found):
-        cells = [f"{row['bytes'][str(n)] / 1e9:.0f}<!--large_models.json:rows/{at}/bytes/{n} *1e-9-->" for n in GPUS]
-        fits = ((n, row["gpus"][str(n)]) for n in SIZES)
-        cells += [f"{gpus}<!--large_models.json:rows/{at}/gpus/{n}-->" if gpus else "–" for n, gpus in fits]
-        lines.append("| " + " | ".join([row["model"], row["how"], *cells]) + " |")
-    return "\n".join(lines)
-
-
 def one_base() -> dict[str, Any]:
     """Of eight runs over one base on 8 GPUs, and in turn on all: bytes on a GPU, and runs of 1,000 steps per hour."""
     model = build(*MODELS[LARGE], True)
@@ -118,27 +107,13 @@ def one_base() -> dict[str, Any]:
     return {"whole": whole, "extra": extra, "memory": memory, "hourly": hourly}
 
 
-def tables_of_one_base(found: dict[str, Any]) -> str:
-    mark = "<!--large_models.json:one_base/{}-->".format
-    lines = [
-        f"| base | runs | GB at {' | '.join(f'{cap:,}' for cap in CAPS)} | most tokens |",
-        "|---|---|" + "--:|" * 5,
-    ]
-    for row in found["memory"]:
-        at = f"memory/base={row['base']}&way={row['way']}&offload={row['offload']}"
-        cells = [f"{row['bytes'][str(cap)] / 1e9:.0f}{mark(f'{at}/bytes/{cap} *1e-9')}" for cap in CAPS]
-        words = row["way"] + ", activations on the host" * row["offload"]
-        lines.append("| " + " | ".join([row["base"], words, *cells, f"{row['most']:,}{mark(f'{at}/most')}"]) + " |")
-    lines += ["", "| pack | samples per GPU | at once | in turn, ODC | ODC, split | FSDP2 |", "|--:|" + "--:|" * 5]
-    for row in found["hourly"]:
-        at = f"hourly/cap={row['cap']}&samples={row['samples']}"
-        cells = [f"{row[way]:.3f}{mark(f'{at}/{way}')}" for way in ("at_once", "odc", "split", "fsdp")]
-        lines.append("| " + " | ".join([f"{row['cap']:,}", str(row["samples"]), *cells]) + " |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     result, eight = rows(), one_base()
     given = {"tokens": TOKENS, "rank": RANK, "left": LEFT, "rows": result, "one_base": eight}
     save_json(RESULTS / "large_models.json", given)
-    print(table(result), tables_of_one_base(eight), sep="\n\n")
+    heads = ("base", "trained", *(f"GB on {n}" for n in GPUS), *(f"GPUs of {n} GB" for n in SIZES))
+    shown = [
+        [of["model"], of["how"], *(f"{n / 1e9:.0f}" for n in of["bytes"].values()), *of["gpus"].values()]
+        for of in result
+    ]
+    print(table(shown, heads))

@@ -15,26 +15,23 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from odc_triton.tools.memory.footprint import MemoryPlan, memory_plan
 from odc_triton.tools.memory.peaks import activation_bytes_per_token
 
+from ..stdlib_corpus import qwen2
+
 WORLDS = (1, 2, 4, 8)
 NODES = (2, 4, 8)  # of 8 GPUs each
 # Qwen2.5 as published.
-_SIZES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
-)
 MODELS = {
-    "1.5 B": (1536, 28, 12, 2, 8960, 151936, True),
-    "7 B": (3584, 28, 28, 4, 18944, 152064, False),
-    "14 B": (5120, 48, 40, 8, 13824, 152064, False),
-    "32 B": (5120, 64, 40, 8, 27648, 152064, False),
+    "1.5 B": qwen2(151936, 1536, 8960, 28, 12, 2, 131072, True),
+    "7 B": qwen2(152064, 3584, 18944, 28, 28, 4, 131072, False),
+    "14 B": qwen2(152064, 5120, 13824, 48, 40, 8, 131072, False),
+    "32 B": qwen2(152064, 5120, 27648, 64, 40, 8, 131072, False),
 }
 
 
 def build(name: str) -> Qwen2ForCausalLM:
     """The model of `MODELS` on the meta device, fp32."""
-    sizes = dict(zip(_SIZES, MODELS[name], strict=True))
     with torch.device("meta"):
-        return Qwen2ForCausalLM(Qwen2Config(**sizes, dtype=torch.float32))
+        return Qwen2ForCausalLM(Qwen2Config(**MODELS[name], dtype=torch.float32))
 
 
 def _plan(model: Qwen2ForCausalLM, world: int, **others: Any) -> MemoryPlan:

@@ -33,7 +33,7 @@ from odc_triton.jobs.reports.trace import (
 )
 
 from ..device import Gpu, profiled
-from ..harness import Minibatch, PeakMemory, Work, build, gather, open_job, set_torch_up, train_minibatch
+from ..harness import Minibatch, PeakMemory, build, gather, open_job, set_torch_up, train_minibatch
 from ..provenance import gpu
 from ..variants import Setting, Variant
 
@@ -82,8 +82,6 @@ class LengthsWork:
         taken = [lengths[index] for index in order[:count]]
         minibatches = [list(range(first, first + samples)) for first in range(0, count, samples)]
         return cls(lengths=taken, minibatches=minibatches, round_size=timed + 1, seed=seed, **others)
-
-    assign = Work.assign
 
     def indices(self, round_: int) -> range:
         """The minibatches of a round."""
@@ -180,8 +178,10 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
 def _profiled_idle(
     variant: Variant, work: LengthsWork, data: RandomTokens, cost: CostModel, index: int, number: int
 ) -> float:
+    """The share of the ranks' time in which their devices compute nothing, in one more minibatch."""
     ran, kernels = profiled(lambda: train_minibatch(variant, work, data, cost, index, number))
-    return idle_of_devices(gather(computing_seconds(kernels, ran)), ran)
+    computing = gather(computing_seconds(kernels, ran))
+    return 1 - sum(computing) / (len(computing) * ran.seconds)
 
 
 def computing_seconds(kernels: Sequence[tuple[str, float, float]], ran: Minibatch) -> float:
@@ -193,8 +193,3 @@ def computing_seconds(kernels: Sequence[tuple[str, float, float]], ran: Minibatc
     ]
     seconds = overlapping(spans, ran.start_s, ran.end_s)
     return sum(value for category, value in seconds.items() if category not in _NO_COMPUTE)
-
-
-def idle_of_devices(computing: Sequence[float], ran: Minibatch) -> float:
-    """The share of the ranks' time in which their devices computed nothing. `computing`: seconds by rank."""
-    return 1 - sum(computing) / (len(computing) * ran.seconds)

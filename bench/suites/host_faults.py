@@ -266,11 +266,7 @@ def main() -> int:
     numbers, cells = random.Random(options.seed), [(kind, place) for place in options.places for kind in options.kinds]
     faults = [Fault.at_random(numbers, *cells[number % len(cells)]) for number in range(options.faults)]
     found = run(faults)
-    print(
-        table(
-            [[row[key] if key != "largest_s" else f"{row[key]:.1f}" for key in row] for row in found["rows"]], COLUMNS
-        )
-    )
+    print(table([[*row.values()] for row in found["rows"]], COLUMNS))
     if options.out:
         save_parts(options.out, faults=found | {"seed": options.seed, **about()})
     return int(found["named_in_time"] < found["tried"] or found["wrong"] > 0)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
+from odc_kernels.streams import CudaDevice
 from odc_triton.comm.memory.heap import ApartHeap
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.engine.transport import DeviceStreams, Streams
@@ -54,10 +55,11 @@ class _Stream:
         return True
 
 
-class _Device:
+class _Device(CudaDevice):
     """Does everything at once, so what is left of `DeviceStreams` is the host's part."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self._current = _Stream()
 
     def current(self) -> _Stream:
@@ -70,15 +72,6 @@ class _Device:
 
     def enqueue(self, stream: _Stream, work: Callable[..., None], memory: Any = None) -> None:
         work(memory) if isinstance(memory, torch.Tensor) else work()
-
-    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        storage.resize_(size_bytes)
-
-    def free(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(0)
-
-    def has_come(self, event: _Stream) -> bool:
-        return True
 
 
 class AtOnceBackend(CpuBackend):

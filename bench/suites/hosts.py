@@ -36,7 +36,6 @@ MINIBATCHES = 2  # of each cell
 MEAN_SAMPLE_S = 1.5  # sleep of a sample of mean cost: a layer's forward sleeps 125 ms, its backward 250 ms
 LAYERS = 4
 POPULATION = 20_000
-COLUMNS = ("hosts", "lengths", "samples/rank", "of ideal", "even share", "over LB-Mini", "over barriers", "off")
 
 
 def make_cells(
@@ -96,17 +95,6 @@ def run(
     return [row({each.way: each for each in measured if each.cell is cell}, hosts, ranks, mean_s) for cell in cells]
 
 
-def cells_of(row: dict[str, Any]) -> list[object]:
-    return [
-        f"{row['hosts']} x {row['ranks'] // row['hosts']}",
-        row["lengths"],
-        row["samples_per_rank"],
-        *(f"{row[key]:.3f}" for key in ("share_of_bound", "even_share")),
-        *(f"{row[key]:.2f}" for key in ("over_lb_mini", "over_barriers")),
-        f"{row['simulation_off']:+.1%}",
-    ]
-
-
 def main() -> int:
     how = {"shapes": SHAPES, "lengths": LENGTHS, "samples": SAMPLES}
     options = options_of(__doc__, **how, minibatches=MINIBATCHES, mean_sample_s=MEAN_SAMPLE_S)
@@ -114,7 +102,8 @@ def main() -> int:
     for shape in options.shapes:
         rows += run(shape, options.lengths, options.samples, options.minibatches, options.mean_sample_s)
         print(f"{shape}: {time.monotonic() - start_s:.0f} s", flush=True)
-    print(table([cells_of(row) for row in rows], COLUMNS))
+    shown = [key for key in rows[0] if key != "seconds"]
+    print(table([[row[key] for key in shown] for row in rows], shown))
     if options.out:
         took = {"took_s": time.monotonic() - start_s, "load_average_before": load}
         save_parts(options.out, sleeping=rows, sleeping_about={**took, **about()})

@@ -37,7 +37,7 @@ from ..harness import (
     peak_memory,
     single_thread_environment,
 )
-from ..provenance import options_of, save_measured
+from ..provenance import about, options_of, save_parts
 from ..reports.versus import LONG_CONFIG
 from ..variants import Ddp, Fsdp2, Fsdp2NoReshard, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees, Variant
 
@@ -196,7 +196,7 @@ def main() -> None:
         for of in (ROWS[number] for number in options.rows):
             rows.append(row(replace(of, rounds=max(1, round(of.rounds * options.share))), Path(folder)))
             print(f"{of.name}: {quiet.in_words(rows[-1]['disturbed'], of.rounds)}", flush=True)
-    save_measured(options.out, start_s, cpu=rows)
+    save_parts(options.out, cpu=rows, cpu_about={"took_s": time.monotonic() - start_s, **about()})
     print(table([words(each) for each in rows], ("prompt + completion, groups", "over dense", *OVER, "peak MB")))
 
 

@@ -48,7 +48,6 @@ class Ran:
 
     cell: int
     way: int
-    index: int
     start_s: float
     end_s: float
     stalled_s: float = 0.0  # waiting for other ranks' segments: for flags inside of waves
@@ -257,8 +256,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], float]:
         end_s = time.monotonic()
         optimizer.step()
         waits = [each for each in engine_of(model).events.drain() if each.label.startswith(_IN_A_WAVE)]
-        times = {"start_s": start_s, "end_s": end_s, "stalled_s": total_s(waits, "wait")}
-        return Ran(cell=place, way=number, index=index, **times)
+        return Ran(cell=place, way=number, start_s=start_s, end_s=end_s, stalled_s=total_s(waits, "wait"))
 
     for place, cell in enumerate(cells):
         for index in range(len(cell.minibatches)):
@@ -314,11 +312,8 @@ def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: 
     results = []
     for place, cell in enumerate(cells):
         for number, way in enumerate(cell.ways):
-            runs = [
-                sorted((r for r in ran if (r.cell, r.way) == (place, number)), key=lambda r: r.index)
-                for ran in of_ranks
-            ]
-            minibatches = list(zip(*runs, strict=True))
+            every = zip(*of_ranks, strict=True)  # all ranks ran them in the same order
+            minibatches = [ran for ran in every if (ran[0].cell, ran[0].way) == (place, number)]
             seconds = [max(r.end_s for r in m) - min(r.start_s for r in m) for m in minibatches]
             results.append(
                 Measured(

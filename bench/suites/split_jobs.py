@@ -26,7 +26,9 @@ from odc_triton.jobs.launcher.launch import die_with_parent, end_process
 from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import Plan
 
+from ..stdlib_corpus import qwen2
 from .hosts_net import INTERFACE, Hosts
+from .kill_checks import own_processes
 
 LAYERS = 3
 VOCABULARY = 97
@@ -35,9 +37,6 @@ TOKENS = 400  # of each rank, more than any plan here lets others read
 RIDER_TOKENS = 29  # of an unsplit sample next to segments, in a job with a fault
 
 Dealt = list[list[list[Entry]]]
-
-
-# ------------------------------------------------------------------ work
 
 
 class Deal:
@@ -97,17 +96,8 @@ def build() -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config).train()
+    config = qwen2(VOCABULARY, 32, 48, LAYERS, 4, 2, 512, False)
+    model = Qwen2ForCausalLM(Qwen2Config(**config)).train()
     enable_packing(model)
     return model
 
@@ -130,17 +120,13 @@ def compute(model: nn.Module, deal: Deal, rank: int, seed: int) -> None:
             (summed_loss(model, pack) / mb.tokens).backward()
 
 
-def compute_whole(model: nn.Module, deal: Deal, seed: int) -> dict[str, torch.Tensor]:
-    """The gradients of the same samples by a model that is not sharded."""
+def compute_whole(model: nn.Module, deal: Deal, seed: int) -> None:
+    """The same samples by a model that is not sharded."""
     model.zero_grad()
     packs = pack_collate([[each] for each in samples(deal, seed)])
     tokens = count_target_tokens(packs)
     for pack in packs:
         (summed_loss(model, pack) / tokens).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-# ------------------------------------------------------------------ processes
 
 
 def _rank(
@@ -215,7 +201,6 @@ class Job:
             process.join(timeout_s)
 
     def __exit__(self, *_: object) -> None:
-        self.running = [rank for rank, process in enumerate(self.processes) if process.is_alive()]  # had to be killed
         for process in self.processes:
             process.kill()
             process.join()
@@ -225,19 +210,8 @@ class Job:
 
     def leftovers(self) -> list[str]:
         """Processes of the job, and with them what memory they map; temporary files; names in /dev/shm."""
-        pids = {process.pid for process in self.processes}
-        found = [f"process {pid}" for pid, session in _sessions() if session in pids]
+        pids = [process.pid for process in self.processes]
+        found = [f"process {each.pid}" for pid in pids for each in own_processes(pid, Path(self._folder.name))]
         found += [f"file {name}" for name in self._kept]
         new = set(os.listdir("/dev/shm")) - self._shared
         return found + [f"/dev/shm/{name}" for name in new if any(str(pid) in name for pid in pids)]
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """(process, its session) of all processes."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] != "Z":
-            yield int(folder.name), int(fields[3])

@@ -11,7 +11,7 @@ import torch
 from tests.support import place, slow  # isort: skip
 
 from odc_kernels.embedding import EmbeddingGradTile, embedding_grad
-from odc_kernels.experts import grouped_wgrad
+from odc_kernels.experts_wgrad import grouped_wgrad
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import ALL, ExactAdds, PeerShards, join
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad

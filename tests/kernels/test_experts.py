@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from odc_kernels import experts
-from odc_kernels.experts import Gate, block_of_rows, gate_ref, grouped_linear, grouped_linear_dx, grouped_wgrad
+from odc_kernels.experts import Gate, block_of_rows, gate_ref, grouped_linear, grouped_linear_dx
+from odc_kernels.experts_wgrad import grouped_wgrad, grouped_wgrad_ref
 from odc_kernels.peers import ALL, PeerShards, join
 from odc_kernels.tiles import LinearTile, WgradTile
 from tests.kernels.test_matrix import close
@@ -81,7 +82,8 @@ def test_products(sizes: tuple, dtype: torch.dtype, kind: tuple[bool, bool, Gate
 
     # The references of gradients against autograd's.
     of_y = torch.autograd.grad(y[inside], leaves[: 2 + has_bias], dy[inside].double())
-    want, sums = experts.grouped_linear_dx_ref(dy, weight=weight, **both), experts.grouped_wgrad_ref(dy, x, **both)
+    want = experts.grouped_linear_ref(dy, offsets, weight, transposed=not transposed)
+    sums = grouped_wgrad_ref(dy, x, **both)
     torch.testing.assert_close((want[inside], *sums)[: 2 + has_bias], (of_y[0][inside], *of_y[1:]))
     grouped_linear_dx(dy=dy, weight=peers(weight), out=(dx := poisoned((rows, inputs))), **both, tile=TILE)
     close(dx, want, dtype)

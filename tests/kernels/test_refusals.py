@@ -12,7 +12,8 @@ import torch
 from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.embedding import embedding, embedding_grad
-from odc_kernels.experts import Gate, grouped_linear, grouped_linear_dx, grouped_wgrad
+from odc_kernels.experts import Gate, grouped_linear, grouped_linear_dx
+from odc_kernels.experts_wgrad import grouped_wgrad
 from odc_kernels.gather import ShardList, gather, gather_many
 from odc_kernels.linear import linear, linear_dx
 from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad

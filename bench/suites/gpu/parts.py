@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from ...kernels.operators import all_operators  # first: it decides where kernel
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import PeerShards
 from odc_triton.packs.document_attention import AttentionTerms, one_length, varlen
-from odc_triton.sequence.attention import AttentionOfTree, Pair, RowsBefore, SeenRows, parts_of
+from odc_triton.sequence.attention import AttentionOfTree, SeenRows, parts_of
 from odc_triton.sequence.flash import FlashAttentionOfTree
 
 from ...device import Gpu
@@ -32,7 +32,7 @@ LAYERS = ("gate, up", "head", "embedding", "qkv")
 
 def rates(gpu: Gpu) -> Iterator[dict[str, Any]]:
     """What other numbers are relative to: torch's product of two square matrices, a copy; and a product into fp32."""
-    found = Machine.measured(gpu, dtype=torch.float32 if gpu.rehearsal else torch.bfloat16)
+    found = Machine.measured(gpu, dtype=gpu.dtype)
     yield {"what": "machine", "tflops": found.flops / 1e12, "copy_gb_s": found.hbm_bytes_s / 1e9}
     if not gpu.rehearsal:
         a, b = torch.randn(64, 32, device=gpu.type).bfloat16(), torch.randn(32, 16, device=gpu.type).bfloat16()
@@ -48,9 +48,9 @@ def right(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
 
     for operator in all_operators().values():
         yield ran(operator, problems(operator, [TINY], (33,), (2,), dtype=torch.bfloat16)[0], gpu)
-    of_tree, dtype = (AttentionOfTree, torch.float32) if gpu.rehearsal else (FlashAttentionOfTree, torch.bfloat16)
+    of_tree = AttentionOfTree if gpu.rehearsal else FlashAttentionOfTree
     for name, tree in {**CASES, **{f"random {seed}": random_tree(seed, longest=300) for seed in range(3)}}.items():
-        given = tensors_of(tree, dtype, gpu.type, 128)
+        given = tensors_of(tree, gpu.dtype, gpu.type, 128)
         want = with_gradients({key: x.float() for key, x in given.items()}, partial(dense, tree, None))
 
         def in_parts(*each: torch.Tensor, parts: Any = tree.parts) -> torch.Tensor:
@@ -93,7 +93,7 @@ def head(gpu: Gpu, *, share: float) -> Iterator[dict[str, Any]]:
 
 
 def _heads(gpu: Gpu, tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Any]]:
-    made = {"device": gpu.type, "dtype": torch.float32 if gpu.rehearsal else torch.bfloat16}
+    made = {"device": gpu.type, "dtype": gpu.dtype}
     h, w = torch.randn(tokens, columns, **made), torch.randn(rows, columns, **made) * columns**-0.5
     y, g = torch.randint(rows, (tokens,), device=gpu.type), torch.full((tokens,), -1.0 / tokens, device=gpu.type)
     sums, dh = torch.zeros(rows, columns, device=gpu.type), torch.empty_like(h)
@@ -128,21 +128,6 @@ def _timed(gpu: Gpu, run: Callable[[], Any]) -> dict[str, float] | None:
         return None
 
 
-class _Given(RowsBefore):
-    """Keys and values of other ranks, which are here. Their gradients become `grad`."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.pair = keys, values
-
-    def each(self, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:
-        yield 1, self.pair
-
-    def add(self, gradients: Any, needed: Sequence[bool]) -> None:
-        for _, found in gradients:
-            for leaf, each, need in zip(self.pair, found, needed, strict=True):
-                leaf.grad = each.to(leaf.dtype) if need else None
-
-
 def attention(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
     """The last segment of a long sample in parts and by one call over all keys: less than `most` apart."""
     for own, before in ((8, 24),) if gpu.rehearsal else ((8192, 57344), (16384, 16384)):
@@ -161,7 +146,9 @@ def attention(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
 
 def _attentions(gpu: Gpu, own: int, before: int) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """Forward and backward: the result and the gradients of queries, keys, values, [1, heads, tokens, width]."""
-    made = {"device": gpu.type, "dtype": torch.float32 if gpu.rehearsal else torch.bfloat16}
+    from tests.support.trees import GivenRows
+
+    made = {"device": gpu.type, "dtype": gpu.dtype}
     q, seed = (torch.randn(1, own, 32, 128, **made).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, before + own, 8, 128, **made).transpose(1, 2) for _ in range(2))
     parts = parts_of([0, own], [[SeenRows(1, 0, before)]])
@@ -171,7 +158,7 @@ def _attentions(gpu: Gpu, own: int, before: int) -> dict[str, Callable[[], list[
     def in_parts() -> list[torch.Tensor]:
         mine = [each[:, :, -own:].detach().requires_grad_() for each in (q, k, v)]
         theirs = [each[:, :, :before].detach().requires_grad_() for each in (k, v)]
-        out = of_tree.apply(*mine, parts, None, _Given(*theirs))
+        out = of_tree.apply(*mine, parts, None, GivenRows(*theirs))
         out.backward(seed)
         joined = [torch.cat((first.grad, last.grad), 2) for first, last in zip(theirs, mine[1:], strict=True)]
         return [out.detach(), mine[0].grad, *joined]

@@ -17,15 +17,14 @@ from typing import Any
 from ...cut import scaled_minibatches
 from ...device import Gpu
 from ...provenance import ROOT, read_lines
-from ...stdlib_corpus import build_corpus, write_text
+from ...stdlib_corpus import build_corpus, qwen2, write_text
 from .plan import LINES
 from .updates import LONGEST, QWEN_1_5B, SMALL
 
 _CUT = (124, 137)  # what `timeout` returns
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_XDIST_WORKER")  # of this process
 _REHEARSED = ("tests/balance/test_collate.py", "tests/comm/test_layout.py")
-_TRAINED = SMALL | {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
-_TRAINED |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+_TRAINED = qwen2(4096, 512, 1408, 8, 8, 4, 2048, True)
 
 
 def _run(seconds: float, *words: str, **more: str) -> int:

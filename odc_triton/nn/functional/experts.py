@@ -301,7 +301,7 @@ def _add(
     fused = how.wgrad == "fused" and (how.backend == "triton" or not dy.is_cuda)
     sinks = [each.open_sink() if fused and each is not None else None for each in (weight, bias)]
     if how.backend == "triton" and x is not None and isinstance(sinks[0], PeerShards):
-        from odc_kernels.experts import grouped_wgrad
+        from odc_kernels.experts_wgrad import grouped_wgrad
 
         into: Any = {"weight": sinks[0], "bias": sinks[1], "tile": how.tile("grouped_wgrad")}
         grouped_wgrad(dy=dy.contiguous(), x=x, offsets=offsets, transposed=transposed, **into)
