@@ -4,14 +4,27 @@ triton. `num_warps` and `num_stages` of a tile are Triton's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import ceil
-from typing import Any
+from typing import Any, cast
+
+
+class _Tile:
+    """Raises ValueError for a size that Triton makes no block of."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(cast(Any, self)).items():
+            is_count = name in ("group", "num_stages")
+            if size < 1 or (size & (size - 1) and not is_count):
+                wanted = "1 or more" if is_count else "a power of two"
+                raise ValueError(f"{type(self).__name__} has {name}={size}; give {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearTile:
+class LinearTile(_Tile):
     """A tile of a product of tokens and a weight. The loop runs over `k` for y, over `n` for dx.
 
     t: tokens.
@@ -29,7 +42,7 @@ class LinearTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WgradTile:
+class WgradTile(_Tile):
     """A tile of a weight's gradient.
 
     n, k: rows and columns of dW.
@@ -46,7 +59,7 @@ class WgradTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingTile:
+class EmbeddingTile(_Tile):
     """A program that copies rows.
 
     k: columns of one row.
@@ -57,7 +70,7 @@ class EmbeddingTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingGradTile:
+class EmbeddingGradTile(_Tile):
     """A program of the embedding's gradient.
 
     t: rows of dy per step of its loop.
@@ -72,7 +85,7 @@ class EmbeddingGradTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxTile:
+class SoftmaxTile(_Tile):
     """A program of the softmax.
 
     t: tokens.
@@ -85,7 +98,7 @@ class SoftmaxTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QkvTile:
+class QkvTile(_Tile):
     """A tile of tokens and one head.
 
     t: tokens.
