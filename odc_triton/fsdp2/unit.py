@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
@@ -59,6 +60,7 @@ class BridgedParameter(Shard):
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
         self.was_summed = self._has_way = False
         self._shows_zeros = False
+        self._shown: TensorWeakRef | None = None  # the rows of `p.grad` in `gradient`'s memory
 
     @property
     def trains(self) -> bool:
@@ -105,6 +107,9 @@ class BridgedParameter(Shard):
         self.was_summed = False
         dirty, self.touched, self.dirty = self.dirty, False, False
         self.make_way()
+        if self._shown is not None and (rows := self._shown()) is not None:  # kept by the program, over zero_grad()
+            rows.data = rows.clone()
+        self._shown = None
         return self.gradient if dirty else None
 
     def compute_parts(self) -> list[torch.Tensor]:
@@ -194,13 +199,19 @@ class BridgedParameter(Shard):
         self.was_summed = gradient is not None
         if self.tied_to is not None:
             return
-        self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
+        self.sharded.grad = None
+        if gradient is not None:
+            self._show(gradient)
+
+    def _show(self, gradient: torch.Tensor) -> None:
+        self.sharded.grad = shown = self.found.as_dtensor(gradient)
+        self._shown = TensorWeakRef(shown._local_tensor)  # torch could not swap `shown` then, as `model.to` does
 
     def show_zeros(self) -> None:
         """If no rank has a gradient, `p.grad` is zeros until `drop_zeros`. The program may write into them."""
         if self.sharded.grad is None:
             self.dirty = self._shows_zeros = True
-            self.sharded.grad = self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
+            self._show(self.own_gradient().to(self.gradient_dtype))
 
     def drop_zeros(self) -> None:
         """They become None, as FSDP2 has it, before anything but the program sees them, also what the program has put
