@@ -58,9 +58,8 @@ class BridgedParameter(Shard):
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
-        self.was_summed = self._has_way = False
-        self._shows_zeros = False
-        self._shown: TensorWeakRef | None = None  # the rows of `p.grad` in `gradient`'s memory
+        self._has_way = self._shows_zeros = False
+        self._sum: TensorWeakRef | None = None  # the rows that `p.grad` got, in `gradient`'s memory
 
     @property
     def trains(self) -> bool:
@@ -104,12 +103,11 @@ class BridgedParameter(Shard):
             raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before it")
 
     def clear(self) -> torch.Tensor | None:
-        self.was_summed = False
         dirty, self.touched, self.dirty = self.dirty, False, False
         self.make_way()
-        if self._shown is not None and (rows := self._shown()) is not None:  # kept by the program, over zero_grad()
+        if self._sum is not None and (rows := self._sum()) is not None:  # kept by the program, over zero_grad()
             rows.data = rows.clone()
-        self._shown = None
+        self._sum = None
         return self.gradient if dirty else None
 
     def compute_parts(self) -> list[torch.Tensor]:
@@ -196,22 +194,23 @@ class BridgedParameter(Shard):
 
     def _assign(self, gradient: torch.Tensor | None) -> None:
         """A flat gradient; None if no rank contributed."""
-        self.was_summed = gradient is not None
         if self.tied_to is not None:
             return
-        self.sharded.grad = None
+        self.sharded.grad = self._sum = None
         if gradient is not None:
-            self._show(gradient)
+            self.sharded.grad = summed = self.found.as_dtensor(gradient)
+            self._sum = TensorWeakRef(summed._local_tensor)  # of `summed` itself it would stop `model.to`
 
-    def _show(self, gradient: torch.Tensor) -> None:
-        self.sharded.grad = shown = self.found.as_dtensor(gradient)
-        self._shown = TensorWeakRef(shown._local_tensor)  # torch could not swap `shown` then, as `model.to` does
+    @property
+    def was_summed(self) -> bool:
+        """`p.grad` got the ranks' sum since the last minibatch began."""
+        return self._sum is not None
 
     def show_zeros(self) -> None:
         """If no rank has a gradient, `p.grad` is zeros until `drop_zeros`. The program may write into them."""
         if self.sharded.grad is None:
             self.dirty = self._shows_zeros = True
-            self._show(self.own_gradient().to(self.gradient_dtype))
+            self.sharded.grad = self.found.as_dtensor(self.own_gradient().to(self.gradient_dtype))
 
     def drop_zeros(self) -> None:
         """They become None, as FSDP2 has it, before anything but the program sees them, also what the program has put
@@ -223,7 +222,7 @@ class BridgedParameter(Shard):
 
     def run_hooks(self) -> None:
         """Runs the user's hooks on the reduced gradient."""
-        if self.was_summed and self.tied_to is None:
+        if self.was_summed:
             for hook in self._user_hooks.values():
                 hook(self.sharded)
         self._user_hooks = {}
