@@ -273,12 +273,6 @@ class ODCModule(nn.Module if TYPE_CHECKING else object):
             )
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module`'s: DTensors that share the parameters' memory."""
-        state = super().state_dict(*args, **kwargs)
-        self._odc_engine.publication.doubt(state if kwargs.get("destination") is None else {})
-        return state
-
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As `nn.Module`'s, from DTensors or from whole tensors; then publishes. `assign=True` is refused.
 

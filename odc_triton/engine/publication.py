@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..comm.memory.heap import Status
 from .member import Member
@@ -103,16 +100,6 @@ class Publication(Participant):
                     engine.replicas.gather([shard.compute_parts() for shard in shards])
             engine.drain("publishing the parameters")
         self.complete()
-
-    def doubt(self, state: Mapping[str, Any]) -> None:
-        """A state dict was made, maybe on this rank alone. What is written into its local tensors, as by `dcp.load`,
-        moves no version counter of the parameters.
-        """
-        made = {each._local_tensor.data_ptr(): each for each in state.values() if isinstance(each, DTensor)}
-        for shard in self._engine.shards:
-            shard.doubted = True
-            if (each := made.get(shard.sharded._local_tensor.data_ptr())) is not None:
-                shard.lent = [*(lent for lent in shard.lent if lent() is not None), weakref.ref(each)]
 
     @contextmanager
     def writing(self) -> Iterator[None]:

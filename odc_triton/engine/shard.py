@@ -55,6 +55,18 @@ def versions_of(sharded: DTensorParameter) -> tuple[int, int]:
     return sharded._version, sharded._local_tensor._version
 
 
+def share_versions(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook on a module's state dict: what is written into the rows of its DTensors, as by `dcp.load`, or into views
+    of these, shows in the version counters of the parameters, whose memory they are.
+    """
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False, remove_duplicate=False):
+        value = state.get(name)
+        if not (isinstance(value, DTensor) and isinstance(parameter, DTensor)) or value.dtype != parameter.dtype:
+            continue
+        if value._local_tensor.data_ptr() == parameter._local_tensor.data_ptr():
+            value._local_tensor = parameter._local_tensor.detach()
+
+
 class PendingGradient(torch.Tensor):
     """`p.grad` inside a minibatch. It has a shape, dtype and device but no memory, and raises RuntimeError when used.
 
@@ -112,9 +124,6 @@ class Shard(ABC):
     touched = dirty = stepped = lost = False
     zero_instead = "Call zero_grad() before the `with minibatch(...)` block, or after it"
     versions: tuple[int, int] | None = None  # as of the last weight update
-    # It may have been written where no version counter shows it, and may be while one of these, of state dicts, lives.
-    doubted = False
-    lent: Sequence[weakref.ref[DTensor]] = ()
 
     @property
     @abstractmethod
@@ -152,21 +161,14 @@ class Shard(ABC):
 
     def is_edited(self) -> bool:
         """True if readers don't see what was written since it was published: values are compared on this rank, and only
-        if version counters show a write, or it is `doubted`. Raises as `to_publish`.
+        if version counters show a write. Raises as `to_publish`.
         """
         now = versions_of(self.sharded)
-        is_doubted = self.doubted or any(each() is not None for each in self.lent)
-        if now == self.versions and not (is_doubted and self.is_comparable):
-            return False
-        if not self.is_as_published():
-            return True
-        self.versions, self.doubted = now, False
+        if now != self.versions:
+            if not self.is_as_published():
+                return True
+            self.versions = now
         return False
-
-    @property
-    def is_comparable(self) -> bool:
-        """True if this rank can see by its own memory what readers see."""
-        return True
 
     def is_as_published(self) -> bool:
         """True if readers see what this rank's master has: values are compared."""
@@ -351,12 +353,9 @@ class HeapShard(Shard):
         self._check_memory()
         return self._copied
 
-    @property
-    def is_comparable(self) -> bool:
-        return bool(self._copied) or self._grid.replicas == 1
-
     def is_as_published(self) -> bool:
-        return self.is_comparable and super().is_as_published()
+        """As others; False where other replicas have a copy that this rank does not see."""
+        return (bool(self._copied) or self._grid.replicas == 1) and super().is_as_published()
 
     def compute_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.compute_shards[self._rank])
@@ -422,7 +421,7 @@ def copy_masters(shards: Sequence[Shard], streams: Streams) -> None:
     for compute, masters in _by_kind(chain.from_iterable(shard.to_publish() for shard in shards)):
         streams.compute(partial(_foreach_copy_, compute, masters))
     for shard in shards:
-        shard.versions, shard.doubted = versions_of(shard.sharded), False
+        shard.versions = versions_of(shard.sharded)
 
 
 @torch.no_grad()

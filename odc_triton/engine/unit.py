@@ -3,8 +3,8 @@
 And which unit is prefetched: the one that came next in the last microbatch.
 
 [Note: edits] Other ranks read the parameters inside a minibatch. Autograd's version counters show an edit of a
-parameter, of its local shard, or of the whole tensor in a forward. They don't show one through `.data`, or by
-`torch._foreach_*` on DTensors. `refuse_edited` in shard.py refuses edits outside of minibatches.
+parameter, of its local shard, of these in a state dict, or of the whole tensor in a forward. They don't show one
+through `.data`, or by `torch._foreach_*` on DTensors. `refuse_edited` in shard.py refuses edits outside of minibatches.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .gathered import GatheredParameters
 from .minibatch import Participant
 from .parameter import ShardedParameter, Slot, written_in_forward
 from .protocol import Protocol
+from .shard import share_versions
 from .transport import Waits
 
 
@@ -129,6 +130,8 @@ class Unit:
         self.state = SHARDED
         for slot in slots:
             slot.put(slot.parameter.sharded)
+        for each in {id(slot.module): slot.module for slot in slots}.values():
+            each.register_state_dict_post_hook(share_versions)
 
     def join(self, passes: Passes) -> None:
         """A module around this one was sharded: it is no longer a root."""

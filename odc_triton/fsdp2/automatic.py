@@ -257,7 +257,12 @@ class Automatic(Participant):
             each.sharded.grad = None
         self._is_eager = self._how == "eager" or any(each.has_hooks for each in self._shards)
         number = self._engine.number + 1
-        self._engine.begin(lambda: {self.name: "eager" if self._is_eager else "lazy"})
+        try:
+            self._engine.begin(lambda: {self.name: "eager" if self._is_eager else "lazy"})
+        except BaseException:
+            self._kept = {}
+            self.rest()
+            raise
         for each in self._shards:
             self._wait_for(each, number, zeroed=each in zeroed)
         for each in self._kept:

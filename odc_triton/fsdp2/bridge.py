@@ -25,6 +25,7 @@ from ..engine.forward import watch_backward
 from ..engine.member import Wiring
 from ..engine.minibatch import Participant, RefusesDeterminism, Trained
 from ..engine.protocol import Protocol
+from ..engine.shard import share_versions
 from ..engine.transport import Streams, Transport
 from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, open_barrier, open_heap, refusing, require_module
@@ -202,7 +203,8 @@ class FsdpModules(Participant):
         for module in self._modules:
             self._watch(module, found.get(id(module)))
         model.register_load_state_dict_post_hook(self._loaded)
-        model.register_state_dict_post_hook(lambda _, state, *others: engine.publication.doubt(state))
+        for module in model.modules():
+            module.register_state_dict_post_hook(share_versions)
 
     def _watch(self, module: ModuleOfFsdp, found: FsdpUnit | None) -> None:
         passes, running = self._engine.passes, []

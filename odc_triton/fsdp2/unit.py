@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
@@ -57,8 +58,8 @@ class BridgedParameter(Shard):
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
-        self.was_summed = self._has_way = False
-        self._shows_zeros = False
+        self._has_way = self._shows_zeros = False
+        self._sum: TensorWeakRef | None = None  # the rows that `p.grad` got, in `gradient`'s memory
 
     @property
     def trains(self) -> bool:
@@ -102,9 +103,11 @@ class BridgedParameter(Shard):
             raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before it")
 
     def clear(self) -> torch.Tensor | None:
-        self.was_summed = False
         dirty, self.touched, self.dirty = self.dirty, False, False
         self.make_way()
+        if self._sum is not None and (rows := self._sum()) is not None:  # kept by the program, over zero_grad()
+            rows.data = rows.clone()
+        self._sum = None
         return self.gradient if dirty else None
 
     def compute_parts(self) -> list[torch.Tensor]:
@@ -191,10 +194,17 @@ class BridgedParameter(Shard):
 
     def _assign(self, gradient: torch.Tensor | None) -> None:
         """A flat gradient; None if no rank contributed."""
-        self.was_summed = gradient is not None
         if self.tied_to is not None:
             return
-        self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
+        self.sharded.grad = self._sum = None
+        if gradient is not None:
+            self.sharded.grad = summed = self.found.as_dtensor(gradient)
+            self._sum = TensorWeakRef(summed._local_tensor)  # of `summed` itself it would stop `model.to`
+
+    @property
+    def was_summed(self) -> bool:
+        """`p.grad` got the ranks' sum since the last minibatch began."""
+        return self._sum is not None
 
     def show_zeros(self) -> None:
         """If no rank has a gradient, `p.grad` is zeros until `drop_zeros`. The program may write into them."""
@@ -212,7 +222,7 @@ class BridgedParameter(Shard):
 
     def run_hooks(self) -> None:
         """Runs the user's hooks on the reduced gradient."""
-        if self.was_summed and self.tied_to is None:
+        if self.was_summed:
             for hook in self._user_hooks.values():
                 hook(self.sharded)
         self._user_hooks = {}

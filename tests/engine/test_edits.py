@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
 
 from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch, publish, use_odc
 from tests.support import ranks
@@ -21,6 +22,7 @@ from tests.support.replicas import mesh_of
 
 BF16 = torch.bfloat16
 KEPT = "in a kept state dict"
+VIEWED = "in views that are kept of a state dict"
 X = torch.arange(12.0).view(3, 4) / 7
 
 
@@ -28,11 +30,23 @@ def _each(write: Callable[[torch.Tensor], object]) -> Callable[[nn.Module], None
     return lambda model: [write(p) for p in model.parameters()] and None
 
 
-def _in_a_kept_state_dict(model: nn.Module) -> None:
-    model.kept = model.state_dict()
-    _forward(model)  # which finds nothing written,
-    model.reshard()  # and FSDP2 leaves a root whole
-    for value in model.kept.values():
+def _kept(keep: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module], None]:
+    """What is kept of a state dict is written once a read has found nothing written."""
+
+    def write(model: nn.Module) -> None:
+        kept = [keep(value) for value in model.state_dict().values()]
+        _forward(model)
+        model.reshard()  # FSDP2 leaves a root whole
+        for value in kept:
+            value.to_local().mul_(0.5) if isinstance(value, DTensor) else value.mul_(0.5)
+
+    return write
+
+
+def _in_a_layers_state_dict(model: nn.Module) -> None:
+    state: dict[str, Any] = {}
+    model[2].state_dict(destination=state)
+    for value in state.values():
         value.to_local().mul_(0.5)
 
 
@@ -41,7 +55,9 @@ EDITS: dict[str, Callable[[nn.Module], None]] = {
     "lerp": _each(lambda p: p.lerp_(torch.zeros_like(p), 0.5)),
     "one number": lambda model: model[2].bias.clamp_(max=-0.01),  # of which only one rank has rows
     "in a state dict": lambda model: [value.to_local().mul_(0.5) for value in model.state_dict().values()] and None,
-    KEPT: _in_a_kept_state_dict,
+    "in a layer's state dict": _in_a_layers_state_dict,
+    KEPT: _kept(lambda value: value),
+    VIEWED: _kept(lambda value: value.to_local()[:1]),
     "as it was": _each(lambda p: [p.mul_(0.5), p.mul_(2.0)]),
     "nothing": lambda model: None,
 }
@@ -87,7 +103,7 @@ def _evaluated(rank: int, world: int, edit: str, mesh: tuple[int, ...], dtype: A
 
 @pytest.mark.slow
 def test_an_evaluation_sees_what_was_published() -> None:
-    edits = [edit for edit in EDITS if edit != KEPT]  # which reads, and here all write at once
+    edits = [edit for edit in EDITS if edit not in (KEPT, VIEWED)]  # which read, and here all write at once
     cases = [(edit, (2, 2), dtype) for edit in edits for dtype in (BF16, None)]
     for case, found in zip(cases, ranks.run_all(4, *((_evaluated, *case) for case in cases)), strict=True):
         for got, want in found:
@@ -137,9 +153,9 @@ def _read(rank: int, world: int, edit: str, way: str, mesh: tuple[int, ...]) -> 
 
 def test_a_read_of_unpublished_edits_is_refused() -> None:
     """Without another rank: each reads when it wants to."""
-    edits = ("in place", "in a state dict", KEPT, "as it was")
+    edits = ("in place", "in a state dict", "in a layer's state dict", KEPT, VIEWED, "as it was")
     cases = [(edit, way, (2,)) for edit in edits for way in ("fully_shard", "use_odc")]
-    cases.append(("in place", "fully_shard", (2, 1)))
+    cases += [(edit, "fully_shard", (2, 1)) for edit in ("in place", KEPT)]
     for case, (mine, other) in zip(cases, ranks.run_all(2, *((_read, *case) for case in cases)), strict=True):
         refused = case[0] != "as it was"
         assert len(mine) == 2 * len(other) > 0, case

@@ -182,6 +182,20 @@ def _gradients_are_used_in_many_ways(loop: Loop, step: int, mine: Mine) -> None:
     loop.optimizer.zero_grad()
 
 
+@program()
+def _gradients_are_kept_over_zero_grad(loop: Loop, step: int, mine: Mine) -> None:
+    """For a momentum by hand."""
+    for loss in mine():
+        loss.backward()
+    loop.clip()
+    parameters = list(loop.model.parameters())
+    now = [each.grad for each in parameters]
+    for each, last in zip(parameters, getattr(loop, "last", now), strict=True):
+        each.grad = each.grad + last
+    loop.last = now  # pyright: ignore[reportAttributeAccessIssue]
+    _step(loop, ())
+
+
 @program(deals=EVEN)
 def _evaluation_makes_a_graph(loop: Loop, step: int, mine: Mine) -> None:
     for loss in mine():

@@ -175,6 +175,27 @@ def test_a_microbatch_that_raised_fails_the_step_on_all_ranks_and_the_next_is_ri
         assert all(each.startswith("MinibatchFailed") and "rank 1: " in each for each in said), said
 
 
+def _cannot_enter(rank: int, world: int) -> tuple[str, float]:
+    """Rank 1 can't enter, has no microbatch in the next step, and takes part in it by clipping."""
+    model = under_odc(automatic=True, timeout=LONG_S)
+    torch.use_deterministic_algorithms(rank == 1)
+    said = caught(lambda: _loss(model, rank))
+    torch.use_deterministic_algorithms(False)
+    if rank == 0:
+        _loss(model).backward()
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer_of(model, "sgd").step()
+    return said, norm.full_tensor().item()
+
+
+def test_a_rank_that_could_not_enter_takes_part_in_the_next_step() -> None:
+    (first, norm), (second, other) = ranks.run(_cannot_enter, 2)
+    assert first == second
+    assert "rank 1: RuntimeError: torch.use_deterministic" in first, first
+    assert norm == other
+    assert norm > 0
+
+
 def _dies(rank: int, world: int) -> None:
     model = under_odc(automatic=True, timeout=LONG_S)
     _loss(model, rank).backward()
