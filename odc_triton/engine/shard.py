@@ -61,10 +61,11 @@ def share_versions(module: nn.Module, state: dict[str, Any], prefix: str, metada
     """
     for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False, remove_duplicate=False):
         value = state.get(name)
-        if not (isinstance(value, DTensor) and isinstance(parameter, DTensor)) or value.dtype != parameter.dtype:
+        if value is parameter or not (isinstance(value, DTensor) and isinstance(parameter, DTensor)):
             continue
-        if value._local_tensor.data_ptr() == parameter._local_tensor.data_ptr():
-            value._local_tensor = parameter._local_tensor.detach()
+        mine, theirs = parameter._local_tensor, value._local_tensor
+        if mine.data_ptr() == theirs.data_ptr() and mine.dtype == theirs.dtype:
+            value._local_tensor = mine.detach()
 
 
 class PendingGradient(torch.Tensor):
