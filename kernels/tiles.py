@@ -1,5 +1,5 @@
 """Tile configurations as data: the kernels' defaults, the alternatives, and a cost model. Imports neither torch nor
-triton. `num_warps` and `num_stages` of a tile are Triton's.
+triton.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from typing import Any, cast
 
 
 class _Tile:
-    """Raises ValueError for a size that Triton makes no block of."""
-
     __slots__ = ()
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a size that Triton makes no block of."""
         for name, size in asdict(cast(Any, self)).items():
-            is_count = name in ("group", "num_stages")
-            if size < 1 or (size & (size - 1) and not is_count):
-                wanted = "1 or more" if is_count else "a power of two"
-                raise ValueError(f"{type(self).__name__} has {name}={size}; give {wanted}")
+            if size < 1 or (size & (size - 1) and name not in ("group", "num_stages")):
+                raise ValueError(f"{type(self).__name__} has {name}={size}; give a power of two")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +28,7 @@ class LinearTile(_Tile):
     n: output features.
     k: input features.
     group: token tiles that share a column of weight tiles before the next group begins (persistent kernels only).
+    num_warps, num_stages: as Triton's.
     """
 
     t: int = 64
@@ -48,6 +46,7 @@ class WgradTile(_Tile):
     n, k: rows and columns of dW.
     t: tokens per step of the loop.
     group: row tiles per column.
+    num_warps, num_stages: as Triton's.
     """
 
     n: int = 128
@@ -63,6 +62,7 @@ class EmbeddingTile(_Tile):
     """A program that copies rows.
 
     k: columns of one row.
+    num_warps: as Triton's.
     """
 
     k: int = 1024
@@ -76,6 +76,7 @@ class EmbeddingGradTile(_Tile):
     t: rows of dy per step of its loop.
     k: columns.
     segment: most rows that it sums.
+    num_warps: as Triton's.
     """
 
     t: int = 4
@@ -90,6 +91,7 @@ class SoftmaxTile(_Tile):
 
     t: tokens.
     v: columns of one step of its loop.
+    num_warps: as Triton's.
     """
 
     t: int = 4
@@ -104,6 +106,7 @@ class QkvTile(_Tile):
     t: tokens.
     k: input features a step.
     group: token tiles per head.
+    num_warps, num_stages: as Triton's.
     """
 
     t: int
