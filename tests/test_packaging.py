@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,20 @@ def test_every_package_is_installed() -> None:
     found = {".".join(folder.parts).replace("bench", "odc_bench", 1) for folder in folders} | {"odc_kernels"}
     only_here = {"odc_bench.suites.gpu"}  # runs the tests
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found - only_here
+
+
+def test_commands_that_users_read_start_as_installed() -> None:
+    """Benchmarks that need the tests, or are only in the repository, are `bench` there."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "odc_triton").rglob("*.py")]
+    named = {each for page in pages for each in re.findall(r"-m ((?:odc_)?bench\.[\w.]+)", page.read_text())}
+    assert {"odc_bench.suites.links", "bench.suites.gpu"} <= named
+    for each in named:
+        path = ROOT / "bench" / "/".join(each.split(".")[1:])
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        package = ".".join(("odc_bench", *file.relative_to(ROOT / "bench").parent.parts))
+        here_only = re.search(r"^\s*from (tests|bench)\b", file.read_text(), re.M)
+        installed = package in PROJECT["tool"]["setuptools"]["packages"] and not here_only
+        assert installed or each.startswith("bench."), f"{each} is only in the repository, as bench"
 
 
 def _pins(name: str) -> dict[str, str]:

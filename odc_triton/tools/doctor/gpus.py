@@ -58,7 +58,7 @@ def check_peers(topology: Topology) -> Iterator[Finding]:
             yield Finding(PROBLEM, "peers", text, remedy)
     elif unknown := sum(pair.is_partly_unknown for pair in part.pairs):
         text = f"the driver does not report access or atomics of {unknown} of {count(len(part.pairs), 'pair')}"
-        yield Finding(NOTE, "peers", text, "python -m bench.suites.links tries them")
+        yield Finding(NOTE, "peers", text, "python -m odc_bench.suites.links tries them")
     else:
         speeds = sorted({round(pair.gbs) for pair in part.pairs if pair.gbs is not None})
         gbs = f", {speeds[0]}{f' to {speeds[-1]}' if len(speeds) > 1 else ''} GB/s per direction" if speeds else ""
