@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,15 @@ class Limits:
     def readable(self) -> int:
         """`shared_tokens`, or its default."""
         return self.split_tokens if self.shared_tokens is None else self.shared_tokens
+
+    @property
+    def cuts(self) -> float:
+        """`split_cuts`, infinite without a limit."""
+        return math.inf if self.split_cuts is None else self.split_cuts
+
+    def of_replica(self) -> Limits:
+        """Those of one replica's ranks."""
+        return replace(self, ranks=self.shards, replicas=1)
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
         """The `tokens` of samples that can be assigned. Raises ValueError for some below 1 or over the cap."""
