@@ -127,7 +127,8 @@ class Samples:
         """
         if prefixes is not None and prefixes.lengths != tokens:
             raise ValueError(
-                f"`relatives` is of other samples than the {len(tokens)} `lengths`: give find_relatives of these"
+                f"`relatives` is of {len(prefixes.lengths)} samples, and the lengths of these {len(tokens)} are others: "
+                "give find_relatives of the same data set"
             )
         prices = cost.samples(tokens, extra)
         cuts = [0] * len(tokens) if earliest_cuts is None else earliest_cuts
@@ -137,20 +138,16 @@ class Samples:
                     f"one of {len(cuts)} `floors` for {len(tokens)} samples is {cut}, of {length} tokens: give each "
                     "sample's tokens up to its last image's, 0 without images"
                 )
-        if learned is not None:
-            learned = _checked_targets(learned, tokens)
-        if groups is not None:
-            groups = _checked_groups(groups, len(tokens))
         return cls(
             tokens=tokens,
             prices=prices,
             cost=cost,
             names=range(len(tokens)) if names is None else names,
-            learned=learned,
+            learned=None if learned is None else _checked_targets(learned, tokens),
             earliest_cuts=earliest_cuts,
             extra=extra,
             prefixes=prefixes,
-            groups=groups,
+            groups=None if groups is None else _checked_groups(groups, len(tokens)),
         )
 
     def __len__(self) -> int:
