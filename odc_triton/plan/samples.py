@@ -127,8 +127,8 @@ class Samples:
         """
         if prefixes is not None and prefixes.lengths != tokens:
             raise ValueError(
-                f"`relatives` is of {len(prefixes.lengths)} samples, and the lengths of these {len(tokens)} are others: "
-                "give find_relatives of the same data set"
+                f"`relatives` is of {len(prefixes.lengths)} samples, and the lengths of these {len(tokens)} are others:"
+                " give find_relatives of the same data set"
             )
         prices = cost.samples(tokens, extra)
         cuts = [0] * len(tokens) if earliest_cuts is None else earliest_cuts
