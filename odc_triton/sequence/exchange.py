@@ -33,7 +33,7 @@ from ..plan.entries import Segment
 from ..plan.segments import PlannedReads, PlannedSegment, Read, SplitPlan, within
 from .buffers import RUN_TOKENS, Flag
 from .fetched import Fetched, Rows, SharedRows
-from .progress import Progress
+from .progress import PlanProgress
 from .sync import HostSync, OwnFlag, Wait
 from .tree import runs_of
 
@@ -88,7 +88,7 @@ class SequenceExchange(Participant):
         self.split_cuts = self.buffers.cuts if any(shape.rows_per_cut for shape in self.buffers.shapes) else None
         self._plans: list[PlannedReads] = []  # by layer
         self.cuts: dict[Segment, tuple[int, ...]] = {}  # of the plan
-        self._progress = Progress((), self.numbers)
+        self._progress = PlanProgress((), self.numbers)
         self._written: dict[int, _InBuffer] = {}  # by buffer, in this plan
         self._must_clear = False
 
@@ -151,7 +151,7 @@ class SequenceExchange(Participant):
             return
         self._require_room(plan)  # a reference model has its own buffers
         self.plan = plan
-        self._progress = Progress(plan.of_rank(self.rank), self.numbers, forward_only=forward_only)
+        self._progress = PlanProgress(plan.of_rank(self.rank), self.numbers, forward_only=forward_only)
         self.cuts = {} if self.split_cuts is None else cuts_of(plan)
         kinds = [(shape.rows_per_cut, shape.states) for shape in self.buffers.shapes]
         at_cuts = {kind: CutPlan(plan, kind[0], states=kind[1]) for kind in kinds if kind[0]}
@@ -240,7 +240,7 @@ class SequenceExchange(Participant):
         return runs_of(reads, self.rank, RUN_TOKENS if self.buffers.shapes[layer].rows_per_cut else self.run_tokens)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
-        """See `Progress.start`."""
+        """See `PlanProgress.start`."""
         segments = [span.segment for span in spans]
         self._progress.start(layer, segments, self._planned(segments[0]).wave, trains=trains)
 

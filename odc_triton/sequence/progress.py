@@ -21,7 +21,7 @@ class SegmentState(Enum):
     DONE = 4  # its backward ran
 
 
-class Progress:
+class PlanProgress:
     """Of a plan, of which a rank has the segments `own`. `numbers`: of the layers, in the model."""
 
     def __init__(self, own: Sequence[PlannedSegment], numbers: Sequence[int], *, forward_only: bool = False) -> None:
