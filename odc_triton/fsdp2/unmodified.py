@@ -115,6 +115,11 @@ class Unmodified:
     def after_zero_grad(self, of: Optimizer | nn.Module) -> None: ...
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._steps and not (self.report.trained or self.report.refused or self.report.own):
+            say(
+                "no model of torch's fully_shard has run before this first optimizer step: DDP and FSDP1 are left as "
+                "they are, and accelerate uses FSDP2 on GPUs only"
+            )
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     def _follow(self, module: nn.Module) -> None:

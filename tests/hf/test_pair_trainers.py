@@ -189,7 +189,7 @@ _BOTH = [
     ({"activation_offloading": True}, {}, "activation_offloading=True: TRL's step is not run"),
     ({}, {"share_prefixes": "on"}, "share_prefixes is 'on': give 'auto' or 'off'"),
     ({}, {"compute_metrics": print}, "compute_metrics is given, and packs have no logits"),
-    ({}, {"peft_config": object()}, "peft_config is given, but the model is sharded already"),
+    ({}, {"peft_config": object()}, "peft_config is given, but the trainer takes a sharded model"),
     ({"max_length": 2}, {}, "max_length=2 leaves nothing to learn of any of 2 samples of the train data set"),
 ]
 # Arguments, what else the trainer is given, and the error.

@@ -79,8 +79,8 @@ def test_models_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"gradient_accumulation_steps=2 with a sampler.* 2 times the samples_per_rank"
     ):
         odc_trainer(str(tmp_path), 1, gradient_accumulation_steps=2, sampler=sampler)
-    with pytest.raises(ValueError, match=r"peft_config is given, but the model is sharded already: call peft"):
-        ODCTrainer(sharded_model(), args, train_dataset=samples(), peft_config=object())
+    with pytest.raises(ValueError, match=r"peft_config is given, but the trainer takes a sharded model: call peft"):
+        ODCTrainer(build("qwen2"), args, train_dataset=samples(), peft_config=object())
     with pytest.raises(TypeError, match="sampler is a list"):
         ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=[[0]]).train()
 

@@ -114,14 +114,14 @@ class ShardedTrainer(Trainer):
         if not is_accelerate_available(_ACCELERATE):
             name = type(self).__name__
             raise ImportError(f'{name} needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
-        _check_model(model, takes_adapters=self.takes_adapters)
-        require_written(model)
-        self._engine = engine_of(model)
         for name in ("peft_config", "quantization_config"):  # TRL's
             if trainer.get(name) is not None:
                 before = "give it to from_pretrained" if name == "quantization_config" else "call peft.get_peft_model"
                 instead = f"{before} before fully_shard" if self.takes_adapters else "leave it out"
-                raise ValueError(f"{name} is given, but the model is sharded already: {instead}")
+                raise ValueError(f"{name} is given, but the trainer takes a sharded model: {instead}")
+        _check_model(model, takes_adapters=self.takes_adapters)
+        require_written(model)
+        self._engine = engine_of(model)
         for name in ("train_dataset", "eval_dataset"):
             given = trainer.get(name)
             for each in given.values() if isinstance(given, dict) else [given]:
