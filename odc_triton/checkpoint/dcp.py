@@ -218,9 +218,6 @@ def join_parts(folder: Path, joined: Metadata, world: int) -> dict[str, Written]
     return files.written
 
 
-# ------------------------------------------------------------------ reading
-
-
 class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replaced
     """See [Note: pickles]. Calls only `_MAKERS`, and sets only fields of new `_RECORDS`, to values of their types."""
 

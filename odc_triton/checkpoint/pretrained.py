@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
-import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +34,10 @@ from .failures import all_or_none, listed
 from .parameters import PackedWeight, Take, sharded_parameters
 from .pretrained_adapter import Merge, quietly
 from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weights_folder
+from .pretrained_sources import WeightSource, are_equal, blocks, sources_of, values_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_BLOCK = 2**22  # elements read or compared at a time
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
@@ -144,9 +140,9 @@ def _made(config: Any, source: str, labels: int = 0) -> PreTrainedModel:
 
 def _tie_as_in(files: PretrainedFiles, made: PreTrainedModel) -> None:
     """Unties what the files have with different values, in the config too: other engines know only that."""
-    sources, _ = _sources(made, files, made.state_dict().keys())
+    sources, _ = sources_of(made, files, made.state_dict().keys())
     for target, source in list(made.all_tied_weights_keys.items()):
-        if not {target, source} <= sources.keys() or _equal(files, sources[target], sources[source]):
+        if not {target, source} <= sources.keys() or are_equal(files, sources[target], sources[source]):
             continue
         if not dist.is_initialized() or dist.get_rank() == 0:
             warnings.warn(
@@ -165,18 +161,6 @@ def _untie(made: PreTrainedModel, target: str) -> None:
     del made.all_tied_weights_keys[target]
     for config in (made.config, made.config.get_text_config()):
         config.tie_word_embeddings = False
-
-
-def _equal(files: PretrainedFiles, one: _Source, other: _Source, rows: slice | None = None) -> bool:
-    """True if the tensors, or these rows of them, are equal in fp32. Holds a part of them at a time."""
-    names = [each.names[0] for each in (one, other)]
-    shapes = [files.shape(name) for name in names]
-    if shapes[0] != shapes[1] or one.converter or other.converter:  # of what is made of several nothing is known
-        return False
-    first, end, _ = (rows or slice(None)).indices((*shapes[0], 1)[0])
-    step = max(1, _BLOCK // max(1, math.prod(shapes[0][1:])))
-    parts = [slice(start, min(start + step, end)) for start in range(first, end, step)]
-    return all(torch.equal(*(files.read(name, part).float() for name in names)) for part in parts)
 
 
 def transformers_part(model: nn.Module) -> tuple[str, PreTrainedModel]:
@@ -223,15 +207,6 @@ def _may_lack(model: nn.Module, name: str) -> bool:
     return _is_classifier(model) and name.removeprefix(transformers_part(model)[0]).startswith("score.")
 
 
-@dataclass(slots=True)
-class _Source:
-    """The source of one or more of the model's tensors: names in the files, and transformers' converter, if any."""
-
-    names: list[str] = field(default_factory=list)
-    patterns: list[str] = field(default_factory=list)
-    converter: Any = None
-
-
 @torch.no_grad()
 def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
@@ -254,22 +229,23 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         engine.refuse_borrowed("load_pretrained_shards", "load them into the base")
         files = PretrainedFiles(weights_folder(source))
         places = _places(model)
-        sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
+        _, part = transformers_part(model)
+        sources, unexpected = sources_of(empty_copy(part), files, places.keys())
         base = base_of(source)
-        labels = (_is_classifier(model) and transformers_part(model)[1].config.num_labels) or 0
+        labels = (_is_classifier(model) and part.config.num_labels) or 0
         merge = None if base is None else Merge(_meta_base(str(source), labels), source, base)
         changed = [] if merge is None else [name for name in merge.changed(sources) if name in places]
         known = sources.keys() | {*changed}
         places = {name: each for name, each in places.items() if name in known or not _may_lack(model, name)}
         of_adapter = {name for name in changed if name not in sources}
-        _check({name: each for name, each in places.items() if name not in of_adapter}, sources, files, model, merge)
+        _check({name: each for name, each in places.items() if name not in of_adapter}, sources, files, part, merge)
         engine.drain(purpose)
     if base is not None and engine.rank == 0:
         kind = "has an adapter next to its model" if base == str(source) else f"is an adapter of {base}"
         print(f"{source} {kind}: its weights are merged into the model", flush=True)
 
     def read(name: str) -> torch.Tensor:
-        return dict(_values(name, sources[name], files.read, model))[name](None)
+        return dict(values_from(sources[name], name, part, files.read))[name](None)
 
     fills: dict[str, Sequence[Callable[[Take], None]]] = {
         name: place.steps if isinstance(place, PackedWeight) else (partial(_fill, place),)
@@ -279,7 +255,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     def values(step: int) -> Iterator[tuple[str, Take]]:
         for target, source_of in sources.items():
             if not step or step < len(fills.get(target, ())):
-                of_target = _values(target, source_of, files.read, model)
+                of_target = values_from(source_of, target, part, files.read)
                 yield from ((name, take) for name, take in of_target if name not in changed)
         for name in changed:
             if merge is not None and step < len(fills[name]):
@@ -330,43 +306,11 @@ def plain_name(name: str) -> str:
     return below_wrappers(name).replace(".base_layer.", ".")
 
 
-def _sources(
-    empty: PreTrainedModel, files: PretrainedFiles, wanted: Collection[str]
-) -> tuple[dict[str, _Source], list[str]]:
-    """(the source of each `wanted` tensor, as transformers would load it into `empty`; unused names in the files)."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    mapping = get_model_conversion_mapping(empty)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    known = empty.state_dict()
-    sources: dict[str, _Source] = {}
-    unexpected = []
-    for name in sorted(files.file_of, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, empty.base_model_prefix, known)
-        if target not in known and name in known:
-            target, pattern = name, None
-        if target not in wanted:
-            unexpected.append(name)
-            continue
-        if known[target].is_floating_point():
-            files.require_plain(name)
-        source = sources.setdefault(target, _Source())
-        source.names.append(name)
-        if pattern is not None:
-            source.patterns.append(pattern)
-            source.converter = source.converter or copy.deepcopy(of_pattern[pattern])
-    ignored = [re.compile(pattern) for pattern in empty._keys_to_ignore_on_load_unexpected or ()]
-    return sources, [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
-
-
 def _check(
     places: dict[str, Place],
-    sources: dict[str, _Source],
+    sources: dict[str, WeightSource],
     files: PretrainedFiles,
-    model: nn.Module,
+    part: PreTrainedModel,
     merge: Merge | None = None,
 ) -> None:
     differences = []
@@ -374,7 +318,7 @@ def _check(
     given = {id(places[target]) for target in sources}
     for target, source in sources.items():
         try:
-            made = _values(target, source, lambda name, _: torch.empty(files.shape(name), device="meta"), model)
+            made = values_from(source, target, part, lambda name, _: torch.empty(files.shape(name), device="meta"))
             shapes |= {name: tuple(take(None).shape) for name, take in made}
         except Exception as error:  # of its tensors' number or shapes, of any class
             differences.append(f"{target} can't be made of {', '.join(source.names[:3])}, … ({in_a_line(error)})")
@@ -394,28 +338,13 @@ def _check(
         twin = filled.setdefault(id(place), target)
         rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
         apart = merge is not None and merge.differ(twin, target)
-        if twin != target and (apart or not _equal(files, sources[twin], source, rows)):
+        if twin != target and (apart or not are_equal(files, sources[twin], source, rows)):
             differences.append(
                 f"{twin} and {target} differ, and are one parameter here: make the model by meta_causal_lm(model=…), "
                 f"which does not tie them"
             )
     if differences:
         raise CheckpointDiffers(f"the files are of another model: {listed(differences)}")
-
-
-def _values(
-    target: str, source: _Source, read: Callable[[str, slice | None], torch.Tensor], model: nn.Module
-) -> Iterator[tuple[str, Take]]:
-    """(name, its value) of what `source` gives. `read(name, rows)`: of a tensor in the files."""
-    if source.converter is None:
-        yield target, partial(read, source.names[0])  # of a tensor that has two names there, as transformers
-        return
-    converter = copy.deepcopy(source.converter)  # it keeps what it is given
-    for name, pattern in zip(source.names, source.patterns, strict=True):
-        converter.add_tensor(target, name, pattern, read(name, None))
-    _, part = transformers_part(model)
-    for name, value in converter.convert(target, model=part, config=part.config).items():
-        yield name, partial(rows_of, value[0] if isinstance(value, list) else value)
 
 
 def _fill(place: ShardedParameter | torch.Tensor, take: Take) -> None:
@@ -429,10 +358,11 @@ def require_base(model: nn.Module, source: str | Path) -> None:
     """Raises CheckpointDiffers if what this rank has below the model's adapters is not in the files of `source`. Packed
     weights can't be compared."""
     files, places = PretrainedFiles(weights_folder(source)), _places(model)
-    sources, others = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
-    _check(places, sources, files, model)
+    _, part = transformers_part(model)
+    sources, others = sources_of(empty_copy(part), files, places.keys())
+    _check(places, sources, files, part)
     for target, made_of in sources.items():
-        for name, take in _values(target, made_of, files.read, model):
+        for name, take in values_from(made_of, target, part, files.read):
             if not isinstance(place := places[name], PackedWeight):
                 are_same = (torch.equal(own.cpu(), take(rows).to(own.dtype)) for own, rows in _own(place))
                 others += [] if all(are_same) else [name]
@@ -446,7 +376,5 @@ def _own(place: ShardedParameter | torch.Tensor) -> Iterator[tuple[torch.Tensor,
         yield place, None
         return
     master, (first, end) = place.shard.master, place.shard.master_rows
-    step = max(1, _BLOCK // max(1, math.prod(master.shape[1:])))
-    for start in range(first, end, step):
-        stop = min(start + step, end)
-        yield master[start - first : stop - first], slice(start, stop)
+    for rows in blocks(first, end, master.shape):
+        yield master[rows.start - first : rows.stop - first], rows

@@ -154,14 +154,11 @@ def _optimizer_to_load(
 
 
 def _optimizer_prefix(metadata: Metadata) -> str | None:
-    return next(
-        (
-            name[: f".{name}".index(".param_groups.")]
-            for name in metadata.state_dict_metadata
-            if ".param_groups." in f".{name}"
-        ),
-        None,
-    )
+    for name in metadata.state_dict_metadata:
+        before, found, _ = f".{name}".partition(".param_groups.")
+        if found:
+            return f"{before}."[1:]
+    return None
 
 
 def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> None:

@@ -53,6 +53,20 @@ class Choice:
     def words(self) -> str:
         return f"{self.backend}/{self.source}/{self.wgrad}"
 
+    @property
+    def is_gathered(self) -> bool:
+        """True if the weight is read from its unit's whole tensors, so must be among them."""
+        return self.source == "gathered"
+
+    @property
+    def is_by_kernel(self) -> bool:
+        return self.backend == "triton"
+
+    @property
+    def reads_copies(self) -> bool:
+        """True if it reads copies of parts of a weight, or addresses, which may be a copy's."""
+        return self.source == "staged" or self.is_by_kernel
+
     def tile(self, kernel: str) -> Any:
         """The tile chosen for this kernel, None for its default."""
         return next((tile for name, tile in self.tiles if name == kernel), None)
@@ -199,32 +213,9 @@ def choose(
     return _look_up(operator, shape, tokens, device_type, _words_cached(operator, environment, given), table)[0]
 
 
-def _for_any_tokens(
-    operator: str, shape: tuple[int, ...], device_type: str, given: str, table: tuple[Entry, ...]
+def choices(
+    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> list[Choice]:
-    """`torch.compile` traces it, so nothing is cached."""
+    """What `choose` may return for some number of tokens. `torch.compile` traces it, so nothing is cached."""
     words = _words(operator, os.environ.get(VARIABLE, ""), given)
     return _look_up(operator, shape, None, device_type, words, table)
-
-
-def is_gathered(
-    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
-) -> bool:
-    """True if the weight is read from its unit's whole tensors for some number of tokens, so must be among them."""
-    found = _for_any_tokens(operator, shape, device_type, given, table)
-    return any(choice.source == "gathered" for choice in found)
-
-
-def is_by_kernel(
-    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
-) -> bool:
-    """True if kernels run it, for operators where this does not depend on the number of tokens."""
-    return _for_any_tokens(operator, shape, device_type, given, table)[0].backend == "triton"
-
-
-def reads_copies(
-    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
-) -> bool:
-    """True if, for some number of tokens, it reads copies of parts of a weight, or addresses, which may be a copy's."""
-    found = _for_any_tokens(operator, shape, device_type, given, table)
-    return any(choice.source == "staged" or choice.backend == "triton" for choice in found)

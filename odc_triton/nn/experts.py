@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.untyped import untyped
-from .choice import TABLE, Entry, is_by_kernel, is_gathered, reads_copies
+from .choice import TABLE, Entry, choices
 from .functional.experts import gated, grouped_linear, grouped_product
 from .functional.whole import table_of
 from .modules import ReadsShards, leaf
@@ -41,16 +41,16 @@ class Experts(ReadsShards):
         return [up, "down_proj", *((f"{up}_bias", "down_proj_bias") if self.has_bias else ())]
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
-        return () if self._ask(is_gathered, device_type, table) else tuple(self.names)
+        return () if self._ask("is_gathered", device_type, table) else tuple(self.names)
 
     def keeps_rows(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> bool:
-        return self._ask(reads_copies, device_type, table) and not self._ask(is_gathered, device_type, table)
+        return self._ask("reads_copies", device_type, table) and not self._ask("is_gathered", device_type, table)
 
-    def _ask(self, what: Callable[..., bool], device_type: str, table: tuple[Entry, ...]) -> bool:
-        """Of both projections: one is enough, as a layer is gathered or read on demand."""
+    def _ask(self, what: str, device_type: str, table: tuple[Entry, ...]) -> bool:
+        """A property of a choice, of both projections: one is enough, as a layer is gathered or read on demand."""
         shapes = (tuple(leaf(self, name).shape) for name in self.names[:2])
         how: Any = {"device_type": device_type, "given": self.choice, "table": table}
-        return any(what("experts", shape=shape, **how) for shape in shapes)
+        return any(getattr(each, what) for shape in shapes for each in choices("experts", shape=shape, **how))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -58,14 +58,14 @@ class Experts(ReadsShards):
         """hidden_states: [T, H]; top_k_index, top_k_weights: [T, k] -> [T, H]."""
         down, device_type = leaf(self, "down_proj"), hidden_states.device.type
         is_sharded, table = getattr(down, "_odc_handle", None) is not None, table_of(down)
-        if not self.factors and (not is_sharded or self._ask(is_gathered, device_type, table)):
+        if not self.factors and (not is_sharded or self._ask("is_gathered", device_type, table)):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         tokens, top_k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         offsets = torch.searchsorted(experts, torch.arange(len(down) + 1, device=experts.device)).to(torch.int32)
         x = hidden_states[order // top_k]
         up = self.names[0]
-        if self.gate and is_sharded and up not in self.factors and self._ask(is_by_kernel, device_type, table):
+        if self.gate and is_sharded and up not in self.factors and self._ask("is_by_kernel", device_type, table):
             x = self._project(up, x, offsets, gate=self.gate)
         else:
             x = self._project(up, x, offsets)

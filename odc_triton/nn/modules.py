@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..machine.topology import Place
-from .choice import AUTO, TABLE, Entry, is_gathered, parse
+from .choice import AUTO, TABLE, Entry, choices, parse
 from .functional import embedding, linear, qkv
 from .functional.qkv import HeadNorm
 from .functional.whole import WholeOnUse, read_whole
@@ -76,12 +76,16 @@ class Linear(ReadsShards, nn.Linear):
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.out_features, self.in_features)
-        if is_gathered(self.operator, shape=shape, device_type=device_type, given=self.choice, table=table):
-            return ()
-        return "weight", "bias"
+        found = choices(self.operator, shape=shape, device_type=device_type, given=self.choice, table=table)
+        return () if any(each.is_gathered for each in found) else ("weight", "bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, leaf(self, "weight"), leaf(self, "bias"), choice=self.choice)
+
+
+def gathers_always(embedding: nn.Embedding) -> bool:
+    """True for options that need the whole table."""
+    return embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
 
 
 class Embedding(ReadsShards, nn.Embedding):
@@ -93,17 +97,13 @@ class Embedding(ReadsShards, nn.Embedding):
     choice: the operator, docs/layers.md.
     """
 
-    @property
-    def _is_plain(self) -> bool:
-        return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.num_embeddings, self.embedding_dim)
-        where = {"shape": shape, "device_type": device_type, "given": self.choice, "table": table}
-        return () if not self._is_plain or is_gathered("embedding", **where) else ("weight",)
+        found = choices("embedding", shape=shape, device_type=device_type, given=self.choice, table=table)
+        return () if gathers_always(self) or any(each.is_gathered for each in found) else ("weight",)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self._is_plain:
+        if gathers_always(self):
             return super().forward(input)
         return embedding(input, leaf(self, "weight"), padding_idx=self.padding_idx, choice=self.choice)
 

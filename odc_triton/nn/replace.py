@@ -15,7 +15,7 @@ from ..base.untyped import untyped
 from . import experts
 from . import families as attention
 from .choice import AUTO, parse
-from .modules import Embedding, Linear, LMHead, has_hooks
+from .modules import Embedding, Linear, LMHead, gathers_always, has_hooks
 from .operand import is_sharded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -185,11 +185,7 @@ def _swap(
         if isinstance(module, (ours, LMHead)):  # ours already, by another role or call
             continue
         why = _unlike(module, kind) or _read_by(parent)
-        if (
-            why is None
-            and role == "embedding"
-            and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
-        ):
+        if why is None and isinstance(module, nn.Embedding) and gathers_always(module):
             why = "it has max_norm, scale_grad_by_freq or sparse gradients"
         if why is not None:
             replaced.left[name] = why

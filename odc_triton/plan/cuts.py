@@ -7,7 +7,7 @@ it reads is on its rank; what goes on from it needs nothing of those before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .entries import Segment
@@ -42,10 +42,9 @@ class CutPlan(PlannedReads):
 
     def __init__(self, plan: SplitPlan, rows: int, *, states: bool) -> None:
         cuts, offsets = cuts_of(plan), [0] * plan.ranks
-        known = {
-            each.segment
+        others = {
+            each.segment: [read for read in plan.reads(each.segment) if read.holder.rank != each.rank]
             for each in plan.segments
-            if all(read.holder.rank == each.rank for read in plan.reads(each.segment))
         }
 
         def at_cut(read: Read) -> Read:
@@ -59,22 +58,18 @@ class CutPlan(PlannedReads):
             count = rows * len(cuts[each.segment])
             planned.append(replace(each, read=count, offset=offsets[each.rank]))
             offsets[each.rank] += count
-            needed = _chain(plan, each, known) if states else _rows_of_others(plan, each, rows)
+            needed = _chain(plan, each, others) if states else within(rows + 1, each.segment, others[each.segment])
             reads[each.segment] = map(at_cut, needed)
         super().__init__(planned, reads)
 
 
-def _chain(plan: SplitPlan, reader: PlannedSegment, known: Set[Segment]) -> list[Read]:
+def _chain(plan: SplitPlan, reader: PlannedSegment, others: Mapping[Segment, Sequence[Read]]) -> list[Read]:
+    """What it reads back to the first that knows its state. `others`: what each reads of other ranks."""
     found: list[Read] = []
     for read in reversed(plan.reads(reader.segment)):
         if read.holder.rank == reader.rank:
             break
         found.append(read)
-        if read.holder.segment in known:
+        if not others[read.holder.segment]:
             break
     return found[::-1]
-
-
-def _rows_of_others(plan: SplitPlan, reader: PlannedSegment, rows: int) -> Sequence[Read]:
-    before = within(rows + 1, reader.segment, plan.reads(reader.segment))
-    return [each for each in before if each.holder.rank != reader.rank]

@@ -55,11 +55,10 @@ class Plan:
 
         Raises ValueError for a sample that is there twice, and for segments that don't fit together.
         """
-        plain = [[[e if isinstance(e, Segment) else operator.index(e) for e in pack] for pack in own] for own in ready]
-        whole = Counter(e for own in plain for pack in own for e in pack if not isinstance(e, Segment))
+        ready = [[[e if isinstance(e, Segment) else operator.index(e) for e in pack] for pack in own] for own in ready]
+        whole = Counter(e for own in ready for pack in own for e in pack if not isinstance(e, Segment))
         if twice := [sample for sample, count in whole.items() if count > 1]:
             raise ValueError(f"sample {twice[0]} is there twice: each sample is in one pack of one rank")
-        ready = plain
         return cls(ready=ready, split=SplitPlan.of(ready, replicas=replicas, contents=contents, groups=groups))
 
     @cached_property

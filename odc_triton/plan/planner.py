@@ -68,8 +68,7 @@ def _queue_plan(samples: Samples, limits: Limits) -> Plan:
     if limits.split_tokens and samples.tokens:
         plan = split_plan(samples, limits, ride=False)
         rest = samples.some([place for own in plan.unpacked or () for place in own])
-    how = (limits.ranks, limits.token_cap, rest.cost, plan.ready_cost)
-    packs = queued(rest.tokens, rest.prices, *how) if rest.tokens else []
+    packs = queued(rest, limits, plan.ready_cost) if rest.tokens else []
     return replace(plan, unpacked=None, queue=[[rest.names[i] for i in members] for members in packs])
 
 

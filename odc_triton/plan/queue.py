@@ -24,14 +24,14 @@ from typing import Any, Protocol
 
 from .cost import CostModel
 from .entries import Entry, number_of
-from .packing import checked_lengths
 from .partition import balanced_partition
 from .plan import Plan
+from .samples import Limits, Samples
 
 QUEUE = "queue"
 _PACKS_PER_RANK = 16  # a sample shares a pack only up to this fraction of a rank's part
 
-Packs = list[list[int]]
+Packs = list[list[int]]  # each of indices into the minibatch's lengths
 
 
 class Counter(Protocol):
@@ -83,22 +83,17 @@ def queue_packs(
     Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap, and for extra
     costs that don't fit.
     """
-    lengths = checked_lengths(lengths, token_cap)
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
-    cost = cost or CostModel.paper_7b()
-    return queued(lengths, cost.samples(lengths, extra), ranks, token_cap, cost, preload)
+    limits = Limits(ranks=ranks, token_cap=token_cap)
+    return queued(Samples.of(limits.checked(lengths), cost or CostModel.paper_7b(), extra=extra), limits, preload)
 
 
-def queued(
-    lengths: list[int], prices: list[float], ranks: int, token_cap: int, cost: CostModel, preload: float = 0.0
-) -> Packs:
+def queued(samples: Samples, limits: Limits, preload: float) -> Packs:
     """`queue_packs` of samples that were checked and priced."""
-    packs = _packed(lengths, prices, ranks, token_cap, preload)
-    costs = [cost.microbatch + math.fsum(prices[i] for i in members) for members in packs]
+    packs, prices = _packed(samples, limits, preload), samples.prices
+    costs = [samples.cost.microbatch + math.fsum(prices[i] for i in members) for members in packs]
     # See [Note: order of the queue].
     starts: list[tuple[float, float, int]] = []
-    for of_rank in balanced_partition(costs, ranks):
+    for of_rank in balanced_partition(costs, limits.ranks):
         start = 0.0
         for place in sorted(of_rank, key=lambda place: -costs[place]):
             starts.append((start, -costs[place], place))
@@ -106,12 +101,13 @@ def queued(
     return [packs[place] for _, _, place in sorted(starts)]
 
 
-def _packed(lengths: list[int], prices: list[float], ranks: int, token_cap: int, preload: float) -> Packs:
-    most = (math.fsum(prices) / ranks + preload) / _PACKS_PER_RANK
+def _packed(samples: Samples, limits: Limits, preload: float) -> Packs:
+    lengths, prices = samples.tokens, samples.prices
+    most = (math.fsum(prices) / limits.ranks + preload) / _PACKS_PER_RANK
     packs: Packs = []
     spent, tokens = math.inf, 0
     for index in sorted(range(len(lengths)), key=lambda i: -prices[i]):
-        if spent + prices[index] > most or tokens + lengths[index] > token_cap:
+        if spent + prices[index] > most or tokens + lengths[index] > limits.token_cap:
             packs.append([])
             spent, tokens = 0.0, 0
         packs[-1].append(index)
@@ -150,8 +146,7 @@ class QueuedPacks:
         self._key, self._counter = key, counter
         self._own = iter(self.waves[rank])
         self._is_empty = False
-        knows = plan.samples is not None and plan.samples.learned is not None
-        self.tokens = plan.targets(self.own_part()) if knows else None
+        self.tokens = plan.targets(self.own_part())
 
     def own_part(self) -> list[int]:
         """Samples whose tokens this rank counts: together the ranks' parts hold each of the minibatch's samples once.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -31,8 +31,7 @@ class Relatives:
     """What samples share, as `find_relatives` finds it. By number of a sample, or where it is said by its place.
 
     lengths: their tokens.
-    order: the samples in the order of their tokens.
-    place: of each in it.
+    order: the samples in the order of their tokens. `place`: of each in it.
     shared: by place, the tokens that a sample shares with the one before it.
     free: the tokens before its first target, 0 if it has an image after that.
     contents: a hash of all that it shares with others.
@@ -41,18 +40,21 @@ class Relatives:
 
     lengths: list[int]
     order: list[int]
-    place: list[int]
     shared: np.ndarray
     free: list[int]
     contents: list[str]
     floors: list[int]
+    place: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @classmethod
     def none(cls, lengths: list[int], floors: Sequence[int] | None) -> Relatives:
         """Of samples of these `lengths` that share nothing. `floors`: as of the class, by default 0."""
         order, nothing = [*range(len(lengths))], [0] * len(lengths)
         floors = nothing if floors is None else [*map(int, floors)]
-        return cls(lengths, order, order, np.zeros(len(order), dtype=np.int64), nothing, [""] * len(order), floors)
+        return cls(lengths, order, np.zeros(len(order), dtype=np.int64), nothing, [""] * len(order), floors)
 
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
@@ -94,12 +96,9 @@ class Relatives:
         if len(order) > 1:
             after = [each + 1 for each in places]
             shared[1:] = np.minimum.reduceat(self.shared[: after[-1]], after[:-1])
-        place = [0] * len(order)
-        for at, sample in enumerate(order):
-            place[sample] = at
         lengths, free, floors = ([of[at] for at in samples] for of in (self.lengths, self.free, self.floors))
         contents = [self.contents[at] for at in samples]
-        return Relatives(lengths, order, place, shared, free, contents, floors)
+        return Relatives(lengths, order, shared, free, contents, floors)
 
     def family_numbers(self, *, most: int, common: float | None = None) -> list[int]:
         """By sample, the number of its prefix group, for an order of samples in which groups stay together.
@@ -166,7 +165,7 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
     Returns what `MinibatchSampler(relatives=…)` takes.
     """
     count = len(samples)
-    lengths, free, floors, order, place = [0] * count, [0] * count, [0] * count, list(range(count)), [0] * count
+    lengths, free, floors, order = [0] * count, [0] * count, [0] * count, list(range(count))
     shared = np.zeros(count, dtype=np.int64)
     read = 0
 
@@ -200,14 +199,12 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
             begin = at
             if other is not None:
                 shared[at] = start + _common(one, other)
-    for at, sample in enumerate(order):
-        place[sample] = at
-    contents = [""] * count
-    for sample, at in enumerate(place):
+    found = Relatives(lengths, order, shared, free, [""] * count, floors)
+    for sample, at in enumerate(found.place):
         most = int(shared[at : at + 2].max())
         if most >= LEAST_SHARED:
-            contents[sample] = hashlib.sha256(tokens_from(sample, 0, most)).hexdigest()[:16]
-    return Relatives(lengths, order, place, shared, free, contents, floors)
+            found.contents[sample] = hashlib.sha256(tokens_from(sample, 0, most)).hexdigest()[:16]
+    return found
 
 
 def floor_of(sample: Mapping[str, Any]) -> int:

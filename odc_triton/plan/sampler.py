@@ -112,11 +112,6 @@ class MinibatchSampler:
             raise ValueError(f"balance is {balance!r}: choose one of {', '.join(STRATEGIES)}")
         if relatives is not None and balance != "mini":
             raise ValueError(f"`relatives` with balance {balance!r}: prefixes are shared with balance 'mini' only")
-        if relatives is not None and relatives.lengths != self.lengths:
-            raise ValueError(
-                f"`relatives` is of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths differ: "
-                "give find_relatives of the same data set"
-            )
         if relatives is not None and floors is not None and relatives.floors != [*floors]:
             raise ValueError("`relatives` is of samples with other `floors`: give find_relatives of the same data set")
         self.relatives = relatives

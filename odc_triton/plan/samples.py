@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,15 @@ class Limits:
         """`shared_tokens`, or its default."""
         return self.split_tokens if self.shared_tokens is None else self.shared_tokens
 
+    @property
+    def cuts(self) -> float:
+        """`split_cuts`, infinite without a limit."""
+        return math.inf if self.split_cuts is None else self.split_cuts
+
+    def of_replica(self) -> Limits:
+        """Those of one replica's ranks."""
+        return replace(self, ranks=self.shards, replicas=1)
+
     def checked(self, tokens: Sequence[int]) -> list[int]:
         """The `tokens` of samples that can be assigned. Raises ValueError for some below 1 or over the cap."""
         return checked_lengths(tokens, self.token_cap, ranks=self.shards if self.split_tokens else 1)
@@ -117,7 +127,8 @@ class Samples:
         """
         if prefixes is not None and prefixes.lengths != tokens:
             raise ValueError(
-                f"`relatives` is of other samples than the {len(tokens)} `lengths`: give find_relatives of these"
+                f"`relatives` is of {len(prefixes.lengths)} samples, and the lengths of these {len(tokens)} are others:"
+                " give find_relatives of the same data set"
             )
         prices = cost.samples(tokens, extra)
         cuts = [0] * len(tokens) if earliest_cuts is None else earliest_cuts
@@ -127,20 +138,16 @@ class Samples:
                     f"one of {len(cuts)} `floors` for {len(tokens)} samples is {cut}, of {length} tokens: give each "
                     "sample's tokens up to its last image's, 0 without images"
                 )
-        if learned is not None:
-            learned = _checked_targets(learned, tokens)
-        if groups is not None:
-            groups = _checked_groups(groups, len(tokens))
         return cls(
             tokens=tokens,
             prices=prices,
             cost=cost,
             names=range(len(tokens)) if names is None else names,
-            learned=learned,
+            learned=None if learned is None else _checked_targets(learned, tokens),
             earliest_cuts=earliest_cuts,
             extra=extra,
             prefixes=prefixes,
-            groups=groups,
+            groups=None if groups is None else _checked_groups(groups, len(tokens)),
         )
 
     def __len__(self) -> int:

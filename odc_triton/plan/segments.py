@@ -141,9 +141,8 @@ class SplitPlan(PlannedReads):
     ) -> None:
         self.segments, self.ranks, self.replicas, self.contents = tuple(segments), ranks, replicas, contents
         self.waves = 1 + max((each.wave for each in self.segments), default=-1)
-        self.lengths = {
-            each.segment.sample: each.segment.stop for each in self.segments
-        }  # by sample: of its last segment
+        # By sample, where its last segment ends.
+        self.lengths = {each.segment.sample: each.segment.stop for each in self.segments}
         self.tokens = [0] * ranks
         for each in self.segments:
             self.tokens[each.rank] += each.read

@@ -16,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from .cost import CostModel
 from .cuts import most_cuts
 from .entries import Entry, Segment, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
@@ -63,21 +62,11 @@ def shared_plan(samples: Samples, limits: Limits, *, required: bool = True) -> P
     families = [*map(relatives.strips, members.values())] if groups else relatives.families()
     if extra is not None:
         families = [[each._replace(extra=extra[each.sample]) for each in family] for family in families]
-    problem = _SharedProblem(
-        samples.tokens,
-        relatives,
-        families,
-        ranks=limits.ranks,
-        token_cap=limits.token_cap,
-        cost=samples.cost,
-        tokens=limits.readable,
-        cuts=math.inf if limits.split_cuts is None else limits.split_cuts,
-        groups=groups,
-    )
-    found = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas, limits.shards)
+    problem = _SharedProblem(samples, relatives, families, limits, groups)
+    found = problem.best() if limits.replicas == 1 else _over_replicas(problem)
     if required and found.estimate == math.inf:
         over = [at for at, is_over in enumerate(problem.over) if is_over]
-        alone = (at for at in over if problem.part([families[at]], limits.shards).best().estimate == math.inf)
+        alone = (at for at in over if problem.of_replica([families[at]]).best().estimate == math.inf)
         family = families[at := next(alone, over[0])]
         longest = max(family, key=lambda each: each.stop).sample
         names = [str(samples.names[each.sample]) for each in family]
@@ -101,29 +90,27 @@ def shared_plan(samples: Samples, limits: Limits, *, required: bool = True) -> P
     )
 
 
-def _over_replicas(problem: _SharedProblem, replicas: int, shards: int) -> SharedAssignment:
+def _over_replicas(problem: _SharedProblem) -> SharedAssignment:
     """The better of no trees over ranks, and of prefix groups assigned to the replicas by cost."""
-    assigned = balanced_partition(problem.costs, replicas)
-    parts = [problem.part([problem.families[at] for at in places], shards).best() for places in assigned]
+    assigned = balanced_partition(problem.costs, problem.limits.replicas)
+    parts = [problem.of_replica([problem.families[at] for at in places]).best() for places in assigned]
     joined = SharedAssignment([*chain.from_iterable(each.packs for each in parts)], max(e.estimate for e in parts))
     return min(problem.apart(), joined, key=lambda each: each.estimate)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _SharedProblem:
     """A minibatch's samples by prefix group, or by the `groups` given, and the limits. `groups`: by sample."""
 
-    lengths: Sequence[int] = field(kw_only=False)
-    relatives: Relatives = field(kw_only=False)
-    families: list[list[Strip]] = field(kw_only=False)
-    ranks: int
-    token_cap: int
-    cost: CostModel
-    tokens: int
-    cuts: float
+    samples: Samples
+    relatives: Relatives
+    families: list[list[Strip]]
+    limits: Limits
     groups: dict[int, int]
 
     def __post_init__(self) -> None:
+        self.ranks, self.token_cap, self.cost = self.limits.ranks, self.limits.token_cap, self.samples.cost
+        self.lengths = self.samples.tokens
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
         self.costs = [self._together(family) for family in self.families]
         self.even_share = math.fsum(self.costs) / self.ranks
@@ -132,12 +119,12 @@ class _SharedProblem:
         self.needed = [*map(sum if self.groups else max, counts)]
         self.over = [tokens > self.token_cap for tokens in self.needed]
 
-    def part(self, families: list[list[Strip]], ranks: int) -> _SharedProblem:
-        return replace(self, families=families, ranks=ranks)
+    def of_replica(self, families: list[list[Strip]]) -> _SharedProblem:
+        return replace(self, families=families, limits=self.limits.of_replica())
 
     def best(self) -> SharedAssignment:
         best = self.apart()
-        if self.tokens and self.ranks > 1 and self.even_share < best.estimate * (1 - _LEAST_GAIN):
+        if self.limits.readable and self.ranks > 1 and self.even_share < best.estimate * (1 - _LEAST_GAIN):
             best = min([best, *self.over_ranks()], key=lambda each: each.estimate)
         return best
 
@@ -167,7 +154,7 @@ class _SharedProblem:
         count, fewest, least = len(order), max(sum(self.over), 1), math.inf
         while count >= fewest and least > self.even_share * (1 + BALANCED):
             line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
-            rest = self.part(others, self.ranks).apart()
+            rest = replace(self, families=others).apart()
             ways = [(line, False), (line, True)]
             if self.groups:
                 unshared = [[e._replace(start=0, parent=None, learned=0) for e in family] for family in line]
@@ -219,7 +206,7 @@ class _SharedProblem:
         if max(count_tokens(part, self.lengths) for wave in waves for part in wave) > self.token_cap:
             return False
         plan = SplitPlan.of([*zip(*waves, strict=True)])
-        return plan is None or (max(plan.tokens) <= self.tokens and most_cuts(plan)[0] <= self.cuts)
+        return plan is None or (max(plan.tokens) <= self.limits.readable and most_cuts(plan)[0] <= self.limits.cuts)
 
     def together(self) -> Members:
         """Each prefix group on one rank, and in one pack as far as the cap allows."""

@@ -60,17 +60,8 @@ def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
 
     Raises ValueError for a sample that is over the cap and can't be split, with the remedy.
     """
-    problem = _Problem(
-        strips=_unsplit(samples),
-        names=samples.names,
-        ranks=limits.ranks,
-        token_cap=limits.token_cap,
-        tokens=limits.split_tokens,
-        cuts=math.inf if limits.split_cuts is None else limits.split_cuts,
-        cost=samples.cost,
-        ride=ride,
-    )
-    best = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas)
+    problem = _Problem(samples, limits, ride)
+    best = problem.best() if limits.replicas == 1 else _over_replicas(problem)
     waves = [[[named(each, samples.names) for each in part] for part in wave] for wave in best.waves]
     by_rank = [*zip(*waves, strict=True)] or [()] * limits.ranks
     return Plan(
@@ -90,9 +81,10 @@ def _unsplit(samples: Samples) -> list[Strip]:
     return [Strip(at, 0, length, floor=int(cut), extra=each) for at, (length, cut, each) in rows]
 
 
-def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
+def _over_replicas(problem: _Problem) -> SplitAssignment:
     """The better of unsplit samples over all ranks, and of samples assigned to replicas by cost and split there."""
-    least, whole = max(problem.costs[0], problem.even_share), None  # `least`: of unsplit samples
+    replicas, whole = problem.limits.replicas, None
+    least = max(problem.costs[0], problem.even_share)  # of unsplit samples
     if not problem.over and problem.even_share > least * (1 - _LEAST_GAIN):
         whole = problem.assign(0, [])
         if problem.even_share > whole.estimate * (1 - _LEAST_GAIN):
@@ -112,7 +104,7 @@ def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
 def _parts(problem: _Problem, dealt: list[list[int]]) -> list[SplitAssignment]:
     """Each replica's best assignment of its samples, given by their places in `problem.order`."""
     groups = [[problem.order[place] for place in sorted(places)] for places in dealt]
-    return [problem.part(members, len(groups)).best().among(members) for members in groups]
+    return [problem.part(members).best().among(members) for members in groups]
 
 
 def _joined(parts: Sequence[SplitAssignment]) -> SplitAssignment:
@@ -160,36 +152,30 @@ def _least_tokens(token_cap: int) -> int:
     return max(1, min(LEAST_TOKENS, token_cap // 2))
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Problem:
     """The samples of one minibatch, and the limits. `order`: those over the cap, then the others, costliest first, as
     `costs`.
     """
 
-    strips: list[Strip]
-    names: Sequence[int]
-    ranks: int
-    token_cap: int
-    tokens: int
-    cuts: float
-    cost: CostModel
+    samples: Samples
+    limits: Limits
     ride: bool
 
     def __post_init__(self) -> None:
+        self.ranks, self.token_cap, self.cost = self.limits.ranks, self.limits.token_cap, self.samples.cost
+        self.strips, self.lengths, prices = _unsplit(self.samples), self.samples.tokens, self.samples.prices
         self.least_tokens = _least_tokens(self.token_cap)
-        self.lengths = lengths = [each.stop for each in self.strips]
-        self.prices = [each.price(self.cost) for each in self.strips]
-        self.order = sorted(range(len(lengths)), key=lambda i: (lengths[i] <= self.token_cap, -self.prices[i]))
-        self.costs = [self.prices[i] for i in self.order]
+        self.order = sorted(range(len(prices)), key=lambda i: (self.lengths[i] <= self.token_cap, -prices[i]))
+        self.costs = [prices[i] for i in self.order]
         self.even_share = math.fsum(self.costs) / self.ranks
         self.over = sum(length > self.token_cap for length in self.lengths)
         self.even = [1.0] * self.ranks
         self.may_ride = self.ride and sum(self.lengths) <= self.ranks * self.token_cap
 
-    def part(self, members: Sequence[int], replicas: int) -> _Problem:
+    def part(self, members: Sequence[int]) -> _Problem:
         """That of one replica, which has these samples."""
-        strips = [self.strips[i]._replace(sample=at) for at, i in enumerate(members)]
-        return replace(self, strips=strips, names=[self.names[i] for i in members], ranks=self.ranks // replicas)
+        return _Problem(self.samples.some(members), self.limits.of_replica(), self.ride)
 
     def best(self) -> SplitAssignment:
         """Raises ValueError if the samples over the cap can't be split."""
@@ -208,18 +194,19 @@ class _Problem:
         strips = [self.strips[sample] for sample in self.order[:over]]  # each a wave, in equal parts, if images allow
         waves = [cut_line([each], self.even, None, self.least_tokens) for each in strips]
         most = [max(count_tokens(part, self.lengths) for part in wave) for wave in waves]
-        if (cuts := self._most(waves, bool)) > self.cuts:
+        if (cuts := self._most(waves, bool)) > self.limits.cuts:
             raise ValueError(
                 f"{over} samples over the token_cap of {self.token_cap} are cut at {cuts} places of a rank, and "
-                f"split_cuts is {self.cuts}: give --split-cuts, or split_cuts and enable_split(cuts=…), {cuts} or "
-                f"more, or a larger token_cap"
+                f"split_cuts is {self.limits.cuts}: give --split-cuts, or split_cuts and enable_split(cuts=…), {cuts} "
+                f"or more, or a larger token_cap"
             )
-        if (needed := self.most_read(waves)) > self.tokens or max(most) > self.token_cap:
+        if (needed := self.most_read(waves)) > self.limits.split_tokens or max(most) > self.token_cap:
             sample = strips[most.index(max(most)) if max(most) > self.token_cap else 0]
             raise ValueError(
-                f"sample {self.names[sample.sample]} has {sample.stop} tokens, over the token_cap of "
-                f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's "
-                f"segments need {needed}: raise the cap or the tokens to read, or truncate or drop the sample"
+                f"sample {self.samples.names[sample.sample]} has {sample.stop} tokens, over the token_cap of "
+                f"{self.token_cap}, and others may read {self.limits.split_tokens} tokens of each rank, but this "
+                f"minibatch's segments need {needed}: raise the cap or the tokens to read, or truncate or drop the "
+                f"sample"
                 + f"; the tokens of its images, within the first {sample.floor}, can't be cut"
                 * bool(sample.floor)
             )
@@ -285,7 +272,7 @@ class _Problem:
         return most <= self.token_cap and self._readable([wave])
 
     def _readable(self, waves: Waves) -> bool:
-        return self.most_read(waves) <= self.tokens and self._most(waves, bool) <= self.cuts
+        return self.most_read(waves) <= self.limits.split_tokens and self._most(waves, bool) <= self.limits.cuts
 
     def most_read(self, waves: Waves) -> int:
         """The most tokens that others read of one rank."""

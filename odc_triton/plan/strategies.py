@@ -21,9 +21,7 @@ from dataclasses import dataclass
 
 from .packing import best_fit, packed
 from .partition import balanced_partition
-from .queue import QUEUE
-
-Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
+from .queue import QUEUE, Packs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,10 +154,6 @@ class KVBuffers:
         """The flags that others have set for `rank`: int64 [writer, layer]."""
         return self._flags[flag][rank]
 
-    def has_come(self, flag: Flag, rank: int, layer: int, epoch: int, *, writer: int) -> bool:
-        """True once `writer` has set that flag for `rank`."""
-        return int(self.flags(flag, rank)[writer, layer]) >= epoch
-
     def clear_own_gradients(self) -> None:
         """Zeroes this rank's gradient buffers: what a minibatch that failed has left there."""
         for slot, buffers in enumerate(self._buffers):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 import torch
@@ -34,6 +33,7 @@ from ..plan.entries import Segment
 from ..plan.segments import PlannedReads, PlannedSegment, Read, SplitPlan, within
 from .buffers import RUN_TOKENS, Flag
 from .fetched import Fetched, Rows, SharedRows
+from .progress import PlanProgress
 from .sync import HostSync, OwnFlag, Wait
 from .tree import runs_of
 
@@ -45,16 +45,6 @@ class Span:
     segment: Segment
     first: int
     end: int
-
-
-class SegmentState(Enum):
-    """Of a segment in a layer."""
-
-    PENDING = 0  # its forward has not run
-    FORWARD = 1  # its forward ran, and nothing follows
-    NO_GRAD = 2  # its forward ran without gradients: perhaps a checkpoint, whose backward runs it again
-    BACKWARD = 3  # its backward must follow
-    DONE = 4  # its backward ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +83,14 @@ class SequenceExchange(Participant):
         self.numbers = range(self.buffers.layers) if numbers is None else numbers
         self.plan: SplitPlan | None = None
         self._next: SplitPlan | None = None  # once all ranks have entered
-        self._own: list[PlannedSegment] = []
         self._epochs = 0  # used up by former plans: two per wave
         # The most cuts of a rank; None: any, as no layer recurs.
         self.split_cuts = self.buffers.cuts if any(shape.rows_per_cut for shape in self.buffers.shapes) else None
         self._plans: list[PlannedReads] = []  # by layer
         self.cuts: dict[Segment, tuple[int, ...]] = {}  # of the plan
-        self._states: dict[Segment, list[SegmentState]] = {}  # of own segments, by layer
+        self._progress = PlanProgress((), self.numbers)
         self._written: dict[int, _InBuffer] = {}  # by buffer, in this plan
         self._must_clear = False
-        self._forward_only = False
 
     def entry(self, given: SplitPlan | None) -> str | None:
         """Clears what a minibatch that failed has left; returns the plan's digest. Raises ValueError, TypeError for a
@@ -158,19 +146,18 @@ class SequenceExchange(Participant):
         self.begin(self._next, forward_only=forward_only)
 
     def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
-        if plan is not None:
-            self._require_room(plan)  # a reference model has its own buffers
-        self.plan, self._forward_only = plan, forward_only
-        self._own = [] if plan is None else plan.of_rank(self.rank)
-        if plan is not None:
-            self.cuts = {} if self.split_cuts is None else cuts_of(plan)
-            kinds = [(shape.rows_per_cut, shape.states) for shape in self.buffers.shapes]
-            at_cuts = {kind: CutPlan(plan, kind[0], states=kind[1]) for kind in kinds if kind[0]}
-            self._plans = [at_cuts.get(kind, plan) for kind in kinds]
-        self._states = {planned.segment: [SegmentState.PENDING] * self.buffers.layers for planned in self._own}
+        self.plan = None
+        if plan is None:
+            return
+        self._require_room(plan)  # a reference model has its own buffers
+        self.plan = plan
+        self._progress = PlanProgress(plan.of_rank(self.rank), self.numbers, forward_only=forward_only)
+        self.cuts = {} if self.split_cuts is None else cuts_of(plan)
+        kinds = [(shape.rows_per_cut, shape.states) for shape in self.buffers.shapes]
+        at_cuts = {kind: CutPlan(plan, kind[0], states=kind[1]) for kind in kinds if kind[0]}
+        self._plans = [at_cuts.get(kind, plan) for kind in kinds]
         self._written.clear()
-        if plan is not None:
-            self.sync.begin()
+        self.sync.begin()
 
     def failed(self) -> None:
         """Ends the waits of ranks that need this one's segments, also of a plan that only they have yet."""
@@ -178,29 +165,8 @@ class SequenceExchange(Participant):
 
     def leave(self) -> None:
         """Raises RuntimeError if segments of the plan are missing on this rank."""
-        if self.plan is not None and (missing := self._missing_before(self.plan.waves)) is not None:
-            raise RuntimeError(missing)
-
-    def _missing_before(self, wave: int) -> str | None:
-        for planned in self._own:
-            if planned.wave >= wave:
-                continue
-            states = self._states[planned.segment]
-            if SegmentState.PENDING in states:
-                return (
-                    f"{planned.segment} were not computed, and other ranks need them: run every pack of the minibatch, "
-                    f"in their order"
-                )
-            of_layers = zip(self.numbers, states, strict=True)
-            layers = [*dict.fromkeys(number for number, state in of_layers if state is SegmentState.BACKWARD)]
-            if layers or (SegmentState.NO_GRAD in states and SegmentState.DONE not in states):
-                where = f" in layers {layers}" if 0 < len(layers) < len({*self.numbers}) else ""
-                return (
-                    f"{planned.segment} had no backward{where}, and other ranks wait for it: call backward for each "
-                    f"pack before the next one's forward, on a loss that depends on all layers, also for a pack "
-                    f"without targets (0 * logits.sum() does)"
-                )
-        return None
+        if self.plan is not None:
+            self._progress.require_before(self.plan.waves)
 
     def settle(self, messages: list[None] | None) -> None:
         self.end(failed=messages is None)
@@ -231,17 +197,6 @@ class SequenceExchange(Participant):
         for span in spans:
             self._planned(span.segment)
         return spans
-
-    def _check_order(self, spans: list[Span]) -> None:
-        """Rules 1 and 2 of [Note: waves]."""
-        wave, here = self._planned(spans[0].segment).wave, {span.segment for span in spans}
-        if (missing := self._missing_before(wave)) is not None:
-            raise RuntimeError(missing)
-        for planned in self._own:
-            if (planned.wave == wave) != (planned.segment in here):
-                raise RuntimeError(
-                    f"{planned.segment} and {spans[0].segment} are not in the packs that the plan has them in"
-                )
 
     def _rows(self, layer: int) -> str:
         shape = self.buffers.shapes[layer]
@@ -285,33 +240,9 @@ class SequenceExchange(Participant):
         return runs_of(reads, self.rank, RUN_TOKENS if self.buffers.shapes[layer].rows_per_cut else self.run_tokens)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
-        """The forward of these segments in that layer; `trains`: their keys or values need gradients.
-
-        Raises RuntimeError where other ranks would wait for ever, or read what changes under them.
-        """
-        for span in spans:
-            if self._states[span.segment][layer] is not SegmentState.PENDING:
-                raise RuntimeError(
-                    f"{span.segment} were computed before, and other ranks may have read them: run a pack with "
-                    "segments once in a minibatch; forwards without gradients go before or after it, into split_forward"
-                )
-        if layer == 0:
-            self._check_order(spans)
-        if self._forward_only or (torch.is_grad_enabled() and not trains):
-            state = SegmentState.FORWARD
-        else:
-            state = SegmentState.BACKWARD if torch.is_grad_enabled() else SegmentState.NO_GRAD
-        for span in spans:
-            self._states[span.segment][layer] = state
-
-    def _require_first(self, layer: int, spans: list[Span]) -> None:
-        """Other ranks wait for one addition: a later one would be lost, or stay for the next minibatch."""
-        for span in spans:
-            if self._states[span.segment][layer] is SegmentState.DONE:
-                raise RuntimeError(
-                    f"{span.segment} had a backward already, and other ranks have taken their gradients from it: call "
-                    f"backward once for a pack with segments, on the sum of its losses"
-                )
+        """See `PlanProgress.start`."""
+        segments = [span.segment for span in spans]
+        self._progress.start(layer, segments, self._planned(segments[0]).wave, trains=trains)
 
     def publish(self, layer: int, spans: list[Span], window: int | None, rows: Rows, *, again: bool = False) -> None:
         """`rows`: keys and values [T, heads, D] of the pack. `again`: in a recomputation; see [Note: reused buffers].
@@ -343,7 +274,7 @@ class SequenceExchange(Participant):
             doing = (Flag.PUBLISHED, layer, epoch)
             self.streams.go_on()
             self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()
-        elif any(self._states[span.segment][former.layer] is not SegmentState.DONE for span in former.spans):
+        elif not all(self._progress.is_done(former.layer, span.segment) for span in former.spans):
             raise RuntimeError(
                 f"layer {self.numbers[layer]} is computed again before the backward of layer "
                 f"{self.numbers[former.layer]}, whose keys and values "
@@ -388,7 +319,7 @@ class SequenceExchange(Participant):
 
     def begin_adding(self, layer: int, spans: list[Span], runs: Sequence[Read], window: int | None) -> Additions:
         """What adds the gradients of `runs`."""
-        self._require_first(layer, spans)
+        self._progress.require_first(layer, [span.segment for span in spans])
         epoch = self._epoch(spans, backward=True)
         doing = (Flag.ADDED, layer, epoch)
         beside = self._beside(layer, runs, window) if self.in_order else {}
@@ -412,14 +343,14 @@ class SequenceExchange(Participant):
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The gradients of the pack's keys and values, [T, heads, D] or None, with what others have added."""
-        self._require_first(layer, spans)
+        self._progress.require_first(layer, [span.segment for span in spans])
         self.require_written(layer, spans)
         readers_of = [self.readers(layer, span.segment, window) for span in spans]
         if any(readers_of):
             gradients = [None if each is None else each.clone() for each in gradients]
         self.streams.go_on()
         for span, readers in zip(spans, readers_of, strict=True):
-            self._states[span.segment][layer] = SegmentState.DONE
+            self._progress.end(layer, span.segment)
             if not readers:
                 continue
             whom = {each.rank: self.gradients(layer, span.segment, each.segment) for each in reversed(readers)}

@@ -141,7 +141,7 @@ class HostSync:
             self.waits.show_none()  # not after an error: peers that look later must find the same cause
 
     def _has_come(self, wait: Wait, rank: int) -> bool:
-        return self.buffers.has_come(wait.flag, self.buffers.rank, wait.layer, wait.epoch, writer=rank)
+        return int(self.buffers.flags(wait.flag, self.buffers.rank)[rank, wait.layer]) >= wait.epoch
 
     def _failed(self) -> list[int]:
         """Ranks, as in messages, that can't complete the plan."""

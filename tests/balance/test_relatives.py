@@ -162,7 +162,7 @@ def test_refused() -> None:
     for balance in ("queue", "micro", "global", "local"):
         with pytest.raises(ValueError, match=f"`relatives` with balance '{balance}': .* balance 'mini'"):
             sampler(balance=balance)
-    with pytest.raises(ValueError, match=r"`relatives` is of 47 samples, and the 48 lengths differ"):
+    with pytest.raises(ValueError, match=r"`relatives` is of 47 samples, and the lengths of these 48 are others"):
         sampler(relatives=find_relatives(DATA[1:]))
 
 

@@ -305,7 +305,7 @@ def test_a_branch_without_what_it_branches_off_is_refused() -> None:
 def test_wrong_relatives_are_refused() -> None:
     samples = group(100, 50, 3)
     relatives, how = find_relatives(samples), {"ranks": 2, "token_cap": 1000, "cost": CostModel.paper_7b()}
-    with pytest.raises(ValueError, match="`relatives` is of other samples than the 3 `lengths`"):
+    with pytest.raises(ValueError, match="`relatives` is of 3 samples, and the lengths of these 3 are others"):
         shared([150, 150, 149], relatives, **how)
     with pytest.raises(ValueError, match="can't branch there: give another sample as parent"):
         Segment(1, 0, 50, 0)

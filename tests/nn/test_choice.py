@@ -16,9 +16,8 @@ from odc_triton.nn.choice import (
     WORDS,
     Choice,
     Entry,
+    choices,
     choose,
-    is_by_kernel,
-    is_gathered,
     parse,
 )
 
@@ -104,7 +103,7 @@ def test_what_is_not_understood_is_refused(text: str, words: str, monkeypatch: p
         with pytest.raises(ValueError, match=words):
             choose(operator, given=text, **PLACE)
         with pytest.raises(ValueError, match=words):
-            is_gathered(operator, given=text, shape=(2, 2), device_type="cuda")
+            choices(operator, given=text, shape=(2, 2), device_type="cuda")
     monkeypatch.setenv("ODC_OPERATORS", text)
     with pytest.raises(ValueError, match=words):
         choose("linear", **PLACE)
@@ -119,10 +118,9 @@ def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> 
         given_words = "/".join(filter(None, argument))
         table = (_entry("linear", "/".join(own)),)
         assert choose("linear", given=given_words, table=table, **PLACE) == _choice("/".join(want))
-        got = is_gathered("linear", given=given_words, table=table, shape=(4, 4), device_type="cuda")
-        assert got == (want[1] == "gathered")
-        got = is_by_kernel("linear", given=given_words, table=table, shape=(4, 4), device_type="cuda")
-        assert got == (want[0] == "triton")
+        (got,) = choices("linear", given=given_words, table=table, shape=(4, 4), device_type="cuda")
+        assert (got.is_gathered, got.is_by_kernel) == (want[1] == "gathered", want[0] == "triton")
+        assert got.reads_copies == (want[1] == "staged" or want[0] == "triton")
 
 
 OWN = _entry("linear", "triton/direct/fused", device_type="cuda", shape=(8, 4), tokens=16)
@@ -161,7 +159,7 @@ def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) 
             choose("linear", tokens=tokens, **place)
     if holding:
         reached = holding[: next((at for at, (_, n) in enumerate(holding, 1) if n is None), None)]
-        assert is_gathered("linear", **place) == any("gathered" in words for words, _ in reached)
+        assert choices("linear", **place) == [_choice(words) for words, _ in reached]
 
 
 @pytest.mark.parametrize(("operator", "device_type"), [*itertools.product(WORDS, ["cpu", "cuda"])])
@@ -171,15 +169,14 @@ def test_the_shipped_table(operator: str, device_type: str) -> None:
     want = "eager/gathered/whole" if is_product else f"{'triton' if device_type == 'cuda' else 'eager'}/direct/fused"
     for tokens in (0, 1, 10**7):
         assert choose(operator, shape=(64, 32), tokens=tokens, device_type=device_type) == _choice(want)
-    assert is_gathered(operator, shape=(64, 32), device_type=device_type) == is_product
-    assert is_by_kernel(operator, shape=(64, 32), device_type=device_type) == want.startswith("triton")
+    assert choices(operator, shape=(64, 32), device_type=device_type) == [_choice(want)]
 
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     place = {"shape": (7919, 1), "device_type": "cpu"}  # of no other test: what was found once is kept
     remedy = "linear was given triton.*set TRITON_INTERPRET=1 before triton is imported, or give 'eager'"
-    for ask in (lambda **given: choose(tokens=1, **given), is_gathered, is_by_kernel):
+    for ask in (lambda **given: choose(tokens=1, **given), choices):
         with pytest.raises(ValueError, match=remedy):
             ask(operator="linear", given="triton", **place)
     assert choose("qkv", tokens=1, given="linear=triton", **place).backend == "eager"

@@ -10,7 +10,7 @@ import torch
 
 from odc_kernels.peers import PeerShards
 
-from ..choice import AUTO, Choice, is_by_kernel
+from ..choice import AUTO, Choice, choices
 from ..operand import ShardedOperand, resolve
 from .linear import linear, matrix
 from .whole import chosen, handle, operand, table_of
@@ -27,10 +27,9 @@ class HeadNorm:
 
 def is_fused(x: torch.Tensor, weights: Sequence[torch.Tensor], choice: str = AUTO) -> bool:
     """True if `qkv` would use one kernel: it was chosen and all weights are sharded and of x's dtype."""
-    by_kernel = is_by_kernel(
-        "qkv", shape=tuple(weights[0].shape), device_type=x.device.type, given=choice, table=table_of(weights[0])
-    )
-    return by_kernel and x.numel() > 0 and operand(x, *weights) is not None
+    where = {"shape": tuple(weights[0].shape), "device_type": x.device.type}
+    found = choices("qkv", **where, given=choice, table=table_of(weights[0]))
+    return found[0].is_by_kernel and x.numel() > 0 and operand(x, *weights) is not None
 
 
 def qkv(

@@ -70,7 +70,8 @@ class _MiddleExchange(SequenceExchange):
 
     def __init__(self, shapes: list[Any], tokens: int) -> None:
         self.rank, self.in_order, self.tokens, self.split_cuts = 1, False, tokens, 1
-        self.buffers: Any = SimpleNamespace(shapes=shapes, layers=len(shapes))
+        self.buffers: Any = SimpleNamespace(shapes=shapes)
+        self.numbers = range(len(shapes))
         none: Any = SimpleNamespace(begin=_nothing, go_on=_nothing)
         self.sync = self.streams = none
         self._written = {}

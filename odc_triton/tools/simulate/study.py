@@ -358,7 +358,7 @@ def grouped(completions: Sequence[int], *, prompt: int, group: int) -> tuple[lis
     shared = np.array([prompt * (at % group > 0) for at in numbers])
     lengths = [prompt + each for each in completions]
     contents = [str(at // group) for at in numbers]
-    return lengths, Relatives(lengths, numbers, numbers, shared, [prompt] * count, contents, [0] * count)
+    return lengths, Relatives(lengths, numbers, shared, [prompt] * count, contents, [0] * count)
 
 
 def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 0) -> list[list[int]]:

@@ -102,7 +102,7 @@ def decide(seconds: Mapping[int, Rounds], shipped: Mapping[int, str], *, one_bac
     """For each number of tokens the fastest candidate; the shipped one if none is clearly faster.
 
     seconds: by tokens, of candidates with the right result. A shipped choice that is missing there (it did not
-    run) loses. one_backend: kernels run it for every number of tokens or for none (see `choice.is_by_kernel`); the
+    run) loses. one_backend: kernels run it for every number of tokens or for none (see `qkv.is_fused`); the
     backend is then the one whose best candidates take the least time over all numbers of tokens.
 
     Raises ValueError for a number of tokens without any result.
