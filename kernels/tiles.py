@@ -1,5 +1,5 @@
 """Tile configurations as data: the kernels' defaults, the alternatives, and a cost model. Imports neither torch nor
-triton. `num_warps` and `num_stages` of a tile are Triton's.
+triton.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class LinearTile:
     n: output features.
     k: input features.
     group: token tiles that share a column of weight tiles before the next group begins (persistent kernels only).
+    num_warps, num_stages: as Triton's.
     """
 
     t: int = 64
@@ -35,6 +36,7 @@ class WgradTile:
     n, k: rows and columns of dW.
     t: tokens per step of the loop.
     group: row tiles per column.
+    num_warps, num_stages: as Triton's.
     """
 
     n: int = 128
@@ -50,6 +52,7 @@ class EmbeddingTile:
     """A program that copies rows.
 
     k: columns of one row.
+    num_warps: as Triton's.
     """
 
     k: int = 1024
@@ -63,6 +66,7 @@ class EmbeddingGradTile:
     t: rows of dy per step of its loop.
     k: columns.
     segment: most rows that it sums.
+    num_warps: as Triton's.
     """
 
     t: int = 4
@@ -77,6 +81,7 @@ class SoftmaxTile:
 
     t: tokens.
     v: columns of one step of its loop.
+    num_warps: as Triton's.
     """
 
     t: int = 4
@@ -91,6 +96,7 @@ class QkvTile:
     t: tokens.
     k: input features a step.
     group: token tiles per head.
+    num_warps, num_stages: as Triton's.
     """
 
     t: int
