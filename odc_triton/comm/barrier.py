@@ -71,7 +71,7 @@ class Barrier:
 
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
-        self.passed = 0
+        self.passed, self.number = 0, 0  # `number`: of `under_prefix`
         self._store, self._has_deadlines = store, host_of(store)[0] is None
         self._answer: Future | None = None  # the store's
         self._asker: Asker | None = None
@@ -156,6 +156,7 @@ class Barrier:
             world=len(ranks),
             timeout_s=timeout.total_seconds(),
         )
+        barrier.number = number
         barrier.is_connected = lambda peer: _is_connected(ranks[peer])
         return barrier
 

@@ -115,7 +115,9 @@ class Unmodified:
     def after_zero_grad(self, of: Optimizer | nn.Module) -> None: ...
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._steps and not (self.report.trained or self.report.refused or self.report.own):
+        known = self._steps or self.report.trained or self.report.refused or self.report.own
+        # That of an FSDP2 model comes before its first forward where a checkpoint's states are loaded.
+        if not known and not roots_of(each for group in optimizer.param_groups for each in group["params"]):
             say(
                 "no model of torch's fully_shard has run before this first optimizer step: DDP and FSDP1 are left as "
                 "they are, and accelerate uses FSDP2 on GPUs only"

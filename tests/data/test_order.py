@@ -84,6 +84,7 @@ def test_a_mixture_reads_like_one_data_set(tmp_path):
     train, held_out = split_samples(sets[1], 3)
     for part in (train, held_out):
         assert samples_of(part) == [samples_of(sets[1])[index] for index in part.indices]
+        assert part[-1]["labels"].tolist() == samples_of(part)[-1][1]
     whole = mixture([sets[0], train], [3, 1])
     wanted = samples_of(sets[0]) * 3 + samples_of(train)
     assert samples_of(whole) == wanted

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +139,11 @@ def _others(rank: int, world: int) -> None:
         zeroed.zero_grad()
         _steps(zeroed, zeroed, [2, 1] if rank == 0 else [0, 1])
     assert "2 minibatches, 4 waits" in str(report)
+
+    resumed = sharded()
+    with mock.patch("odc_triton.fsdp2.unmodified.say") as said, Unmodified():
+        torch.optim.SGD(resumed.parameters()).step()  # as DCP does, to load states, before the first forward
+        said.assert_not_called()
 
     late = sharded()
     with Unmodified(), pytest.raises(RanksDiffer, match="optimizer steps before the first forward"):

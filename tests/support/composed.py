@@ -147,7 +147,7 @@ def _compile_blocks(model: nn.Module, found: Trained) -> None:
 
 def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
     """`went_on`: set after the step that follows step SAVED."""
-    step, packs = run.train_step, run.next_packs
+    step = run.train_step
 
     def noted_step() -> Any:
         metrics = step()
@@ -159,13 +159,12 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
             went_on.set()
         return metrics
 
-    def noted_packs() -> Any:
-        given = packs()
+    def noted_packs(given: Any) -> Any:
         if given.split is not None:
             found.seen.add("split")
         return given
 
-    run.train_step, run.next_packs = noted_step, noted_packs
+    run.train_step, run._minibatches = noted_step, map(noted_packs, run._minibatches)
     steppers = getattr(run.optimizer, "optimizers", [run.optimizer])
     marks = {
         "Muon": any(isinstance(each, Muon) for each in steppers),

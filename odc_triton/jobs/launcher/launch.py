@@ -221,9 +221,7 @@ class LocalRanks:
     def _start(self, rank: int, preload: str | None) -> None:
         context = multiprocessing.get_context(self._method)
         ours, theirs = context.Pipe()
-        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
-        environment = {name: str(value) for name, value in sizes.items()}
-        process = context.Process(target=_rank, args=(theirs, preload, environment, os.getpid()))
+        process = context.Process(target=_rank, args=(theirs, preload, _environment(rank, self.ranks), os.getpid()))
         # Until `_rank` has handlers. Before that, a process forked has ours, and one spawned dies of SIGTERM.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS if self._method == "fork" else [signal.SIGINT])
         try:
@@ -360,6 +358,11 @@ def how_it_ended(exit_code: int) -> str:
 def _is_stopped(pid: int) -> bool:
     """A process is stopped, by SIGSTOP or a debugger."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+
+
+def _environment(rank: int, ranks: int) -> dict[str, str]:
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in sizes.items()}
 
 
 def _rank(connection: Connection, preload: str | None, environment: dict[str, str], parent_pid: int) -> None:
