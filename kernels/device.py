@@ -205,6 +205,10 @@ def architecture(device: torch.device) -> int:
     """90 for sm_90. When interpreting, that of the oldest supported chip: its tiles are the smallest."""
     if interpreting():
         return 80
+    if device.type == "cpu":
+        raise ValueError(
+            "on a CPU kernels run in Triton's interpreter only: set TRITON_INTERPRET=1 before triton is imported"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -260,16 +259,11 @@ def check_apart(what: str, written: torch.Tensor | None, *read: torch.Tensor | P
 
 
 def require_shards(what: str, given: Any) -> None:
-    """Raises TypeError for a plain tensor in place of shards, ValueError for those that no kernel here can read."""
+    """Raises TypeError for a plain tensor in place of shards."""
     if isinstance(given, torch.Tensor):
         raise TypeError(
             f"{what} is a plain tensor; give PeerShards: PeerShards.local(tensor) of a whole one on this device, "
             f"PeerShards.of(shards, shape=…) of all owners' rows, or PeerShards.symmetric(rows) of symmetric memory"
-        )
-    if given.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"{what} is on the CPU, where kernels run in Triton's interpreter only: set TRITON_INTERPRET=1 before "
-            f"triton is imported, or give tensors of a GPU"
         )
 
 

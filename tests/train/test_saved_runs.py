@@ -179,6 +179,8 @@ def test_other_samples_are_another_run(saved: Path) -> None:
     require_same(identity, same | {"data": "moved.jsonl", "tokenizer": "elsewhere"}, where=out)
     with pytest.raises(ValueError, match="the samples differ, so the data, the tokenizer, or the most tokens"):
         require_same(identity, same | {"prepared": ["0" * 32]}, where=out)
+    with pytest.raises(ValueError, match=r"tokens of a sample changed: --eval-data was None and is 'held.jsonl'"):
+        require_same(identity, same | {"prepared": ["0" * 32], "eval_data": "held.jsonl"}, where=out)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,9 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
 
     def shown(name: str) -> str:
         if name == "prepared":
-            return "the samples differ, so the data, the tokenizer, or the most tokens of a sample changed"
+            given = ", ".join(shown(each) for each in sorted(_IN_THE_DATA) if differs(each))
+            why = "so the data, the tokenizer, or the most tokens of a sample changed"
+            return f"the samples differ, {why}: {given}" if given else f"the samples differ, {why}"
         if name in PATHS and saved.get(name) == wanted.get(name):
             return f"the files of {flag(name)} {saved[name]} have changed"
         label = per_step.replace("_", " ") if name == per_step else flag(name)

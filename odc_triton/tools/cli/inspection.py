@@ -85,8 +85,8 @@ class Inspection:
         tokens, time = self.shared
         share = tokens / np.minimum(self.lengths, cap).sum()
         lines.append(
-            f"{tokens:,} tokens ({share:.1%}) are not learned and begin another sample too: train sft "
-            f"--share-prefixes saves these at most, {time:.1%} of the time"
+            f"{tokens:,} tokens ({share:.1%}) are not learned and begin another sample too, 32 or more in a row: "
+            f"train sft --share-prefixes saves these at most, {time:.1%} of the time"
         )
         if self.tokens_outside:
             lines.append(
