@@ -206,9 +206,7 @@ def architecture(device: torch.device) -> int:
     if interpreting():
         return 80
     if device.type == "cpu":
-        raise ValueError(
-            "on a CPU kernels run in Triton's interpreter only: set TRITON_INTERPRET=1 before triton is imported"
-        )
+        raise ValueError("on a CPU kernels run in Triton's interpreter only: set TRITON_INTERPRET=1 before its import")
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

@@ -1,28 +1,16 @@
-"""Tile configurations as data: the kernels' defaults, the alternatives, and a cost model. Imports neither torch nor
-triton.
-"""
+"""Tile configurations as data: the kernels' defaults, the alternatives, and a cost model. Without torch and triton."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
-from typing import Any, cast
-
-
-class _Tile:
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for a size that Triton makes no block of."""
-        for name, size in asdict(cast(Any, self)).items():
-            if size < 1 or (size & (size - 1) and name not in ("group", "num_stages")):
-                raise ValueError(f"{type(self).__name__} has {name}={size}; give a power of two")
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearTile(_Tile):
-    """A tile of a product of tokens and a weight. The loop runs over `k` for y, over `n` for dx.
+class LinearTile:
+    """A tile of a product of tokens and a weight, of powers of two. The loop runs over `k` for y, `n` for dx.
 
     t: tokens.
     n: output features.
@@ -40,7 +28,7 @@ class LinearTile(_Tile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WgradTile(_Tile):
+class WgradTile:
     """A tile of a weight's gradient.
 
     n, k: rows and columns of dW.
@@ -58,7 +46,7 @@ class WgradTile(_Tile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingTile(_Tile):
+class EmbeddingTile:
     """A program that copies rows.
 
     k: columns of one row.
@@ -70,7 +58,7 @@ class EmbeddingTile(_Tile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingGradTile(_Tile):
+class EmbeddingGradTile:
     """A program of the embedding's gradient.
 
     t: rows of dy per step of its loop.
@@ -86,7 +74,7 @@ class EmbeddingGradTile(_Tile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxTile(_Tile):
+class SoftmaxTile:
     """A program of the softmax.
 
     t: tokens.
@@ -100,7 +88,7 @@ class SoftmaxTile(_Tile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QkvTile(_Tile):
+class QkvTile:
     """A tile of tokens and one head.
 
     t: tokens.

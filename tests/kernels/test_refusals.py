@@ -26,7 +26,6 @@ from odc_kernels.qkv_grad import QkvGradients, qkv_grad
 from odc_kernels.qkv_inputs import QkNorm, QkvWeights, Rope
 from odc_kernels.scatter import add_block, scatter
 from odc_kernels.staged import StagedWeight, pull
-from odc_kernels.tiles import LinearTile, QkvTile, SoftmaxTile, WgradTile
 from odc_kernels.wgrad import wgrad
 
 HALF, BF16, FP64, INT32, INT64 = torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64
@@ -417,20 +416,6 @@ def test_an_expanded_input_is_not_where_its_size_says() -> None:
     check_apart("dh", dh, g)
     with pytest.raises(ValueError, match="dh shares memory"):
         check_apart("dh", dh, memory[15:19])
-
-
-@pytest.mark.parametrize(
-    ("tile", "sizes", "words"),
-    [
-        (LinearTile, {"t": 7}, r"LinearTile has t=7; give a power of two"),
-        (WgradTile, {"n": 0}, r"WgradTile has n=0; give a power of two"),
-        (SoftmaxTile, {"num_warps": 3}, r"SoftmaxTile has num_warps=3; give a power of two"),
-        (QkvTile, {"t": 16, "group": 0}, r"QkvTile has group=0; give"),
-    ],
-)
-def test_a_tile_refuses_sizes(tile: Callable[..., Any], sizes: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        tile(**sizes)
 
 
 def test_it_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
