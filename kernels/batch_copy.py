@@ -127,10 +127,8 @@ def torchs_batch_copy() -> BatchCopy | None:
     if torch.version.cuda is None:
         return None
     name = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-    try:
-        runtime = ctypes.CDLL(
-            name, mode=os.RTLD_NOLOAD
-        )  # only if it is loaded: a second one would not know torch's GPU
+    try:  # only if it is loaded: a second one would not know torch's GPU
+        runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:
         return None
     return BatchCopy.of(runtime, lambda: torch.cuda.current_stream().cuda_stream)
