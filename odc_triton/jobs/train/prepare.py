@@ -97,6 +97,8 @@ def take_folder(
     """
     if options.lora_rank:
         require_peft()
+    elif options.quantize is not None:
+        raise ValueError(f"--quantize is {options.quantize}, for a frozen base only: give --lora-rank too")
     if options.quantize is not None:
         adamw8bit.functional(needed_by="--quantize")
     require_trackers(options.report_to)

@@ -282,8 +282,6 @@ class RunOptions:
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")
-        if self.quantize is not None and not self.lora_rank:
-            raise ValueError(f"--quantize is {self.quantize}, for a frozen base only: give --lora-rank too")
         data = "--eval-data" + " or --eval-fraction" * hasattr(self, "eval_fraction")
         absent = [data] * (not self.evaluates) + ["--eval-every"] * (not self.eval_every)
         for name in ("early_stopping", "keep_best"):
